@@ -1,0 +1,1 @@
+"""Postgres: one module of SQL per subject, reached through :class:`~celery_durable.store.database.Database`."""

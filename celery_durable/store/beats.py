@@ -1,0 +1,79 @@
+"""Beats: one row per scheduler process, so that operators see who is alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from celery_durable.store.executor import Executor, Row
+
+# Purpose: a beat says that it is alive.  Index: primary key.  Locks: its own row.
+SEEN = """
+insert into {schema}.beat as b (id, node, pid, version) values (%(id)s::uuid, %(node)s, %(pid)s, %(version)s)
+on conflict (id) do update set seen_at = {schema}.clock(), dispatched = b.dispatched + %(dispatched)s::bigint
+"""
+
+# Purpose: beats that have ended without a word.  Index: none: a handful of rows.  Locks: the rows.
+FORGET = """delete from {schema}.beat where seen_at < {schema}.clock() - interval '1 day'"""
+
+GONE = """delete from {schema}.beat where id = %(id)s::uuid"""
+
+LIST = """
+select id, node, pid, version, started_at, seen_at, dispatched,
+       extract(epoch from {schema}.clock() - seen_at)::float8 as silent_for
+from {schema}.beat order by started_at
+"""
+
+# Purpose: how many timers stand where.  Index: none: counts are capped, `waiting` by the statistics of the planner
+# when there are more.  Locks: none.
+COUNTS = """
+select (select count(*) from (select 1 from {schema}.timer limit 100001) t) as waiting,
+       (select reltuples::bigint from pg_class where oid = '{schema}.timer'::regclass) as waiting_estimate,
+       (select count(*) from (select 1 from {schema}.timer where shard = 0 and wake_at <= {schema}.clock() limit 100001) t)
+           as due,
+       (select extract(epoch from {schema}.clock() - min(wake_at))::float8 from {schema}.timer
+        where shard = 0 and wake_at <= {schema}.clock()) as oldest_overdue,
+       (select count(*) from {schema}.dead where replayed_as is null) as dead,
+       (select count(*) from {schema}.schedule where enabled) as schedules
+"""
+
+IN_MOTION = """select state, count(*) as number from {schema}.run group by state"""
+
+ENDED = """
+select state, count(*) as number, percentile_cont(array[0.5, 0.95, 0.99]) within group
+       (order by extract(epoch from dispatched_at - due_at)::float8) as lateness
+from (select state, dispatched_at, due_at from {schema}.outcome
+      where finished_at > {schema}.clock() - interval '1 day' order by finished_at desc limit 100000) o
+group by state
+"""
+
+
+def seen(executor: Executor, beat_id: UUID, *, node: str, pid: int, version: str, dispatched: int) -> None:
+    """Note that a beat is alive, and how many timers it dispatched since it last said so."""
+    executor.fetch(
+        SEEN, {"id": str(beat_id), "node": node, "pid": pid, "version": version, "dispatched": dispatched}
+    )
+
+
+def forget_silent(executor: Executor) -> None:
+    """Delete the rows of beats that have been silent for a day."""
+    executor.fetch(FORGET)
+
+
+def every(executor: Executor) -> Sequence[Row]:
+    """All beats that are alive or were so lately."""
+    return executor.fetch(LIST)
+
+
+def counts(executor: Executor) -> dict[str, object]:
+    """The numbers of ``durable status``: what waits, moves, ended within a day, and how late."""
+    row = executor.fetch(COUNTS)[0]
+    waiting = row.waiting if row.waiting <= 100_000 else max(row.waiting, row.waiting_estimate)
+    return {
+        "waiting": waiting, "waiting_is_estimate": row.waiting > 100_000, "due": row.due,
+        "oldest_overdue": row.oldest_overdue, "dead": row.dead, "schedules": row.schedules,
+        "in_motion": {each.state: each.number for each in executor.fetch(IN_MOTION)},
+        "ended_last_day": {
+            each.state: {"number": each.number, "lateness": each.lateness} for each in executor.fetch(ENDED)
+        },
+    }  # fmt: skip

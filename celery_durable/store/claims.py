@@ -1,0 +1,232 @@
+"""Claims: a beat takes due timers out of waiting for a bounded time, and marks what the broker confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from uuid import UUID
+
+from celery_durable.store.executor import Executor, Row
+
+#: The lower bound of a scan that must see everything.
+UNBOUNDED = "-infinity"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One claimed run with its message as stored: JSON is read by whoever can quarantine a bad row."""
+
+    id: UUID
+    call_id: UUID
+    fence: int
+    task: str
+    leased: bool
+    due_at: float
+    """Epoch seconds; a row written by plain SQL may say ``infinity``."""
+    wake_at: float
+    expires_in: float | None
+    """Seconds until the timer expires, by the database's clock."""
+    body: bytes = field(repr=False)
+    content_type: str
+    content_encoding: str
+    headers: str
+    properties: str
+    exchange: str
+    routing_key: str
+    queue: str | None
+
+
+_MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.headers::text as headers,
+    c.properties::text as properties, c.exchange, c.routing_key, c.queue"""
+
+# Purpose: take a page of due timers out of waiting; those past `expires` end here.  Index: timer_wake, one range
+# between watermark and now, then primary keys.  Locks: the page's rows, skipping others' locks.
+# Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
+# the text because a generic plan for a parameter would scan the whole table.
+CLAIM = """
+with due as materialized (
+    select id from {schema}.timer
+    where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz and wake_at <= {schema}.clock()
+    order by wake_at limit {page} for update skip locked),
+gone as (delete from {schema}.timer t using due where t.id = due.id returning t.*),
+lapsed as (
+    insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
+    select id, call_id, due_at, attempt, 'expired', 'expired before dispatch' from gone
+    where expires_at <= {schema}.clock() returning id),
+moved as (
+    insert into {schema}.run (id, call_id, fence, due_at, expires_at, deadline, claimed_at, attempt, lost, shard,
+                              leased, state)
+    select g.id, g.call_id, nextval('{schema}.fence'), g.due_at, g.expires_at,
+           {schema}.clock() + %(timeout)s::float8 * interval '1 second', {schema}.clock(), g.attempt, g.lost, g.shard,
+           c.leased, 'claimed'
+    from gone g join {schema}.call c on c.id = g.call_id
+    where g.expires_at is null or g.expires_at > {schema}.clock()
+    returning id, call_id, fence, expires_at)
+select g.id, g.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
+       extract(epoch from g.wake_at)::float8 as wake_at,
+       extract(epoch from m.expires_at - {schema}.clock())::float8 as expires_in, {message}
+from gone g left join moved m on m.id = g.id left join {schema}.call c on c.id = g.call_id and m.id is not null
+order by g.wake_at
+""".replace("{message}", _MESSAGE)
+
+# Purpose: claim again, in place, what was claimed or dispatched and then forgotten.  Index: primary key.
+# Locks: the page's rows, skipping others'.  Fence: a fresh one; deadline and state are checked again.
+RECLAIM = """
+with late as materialized (
+    select id from {schema}.run
+    where id = any(%(ids)s::uuid[]) and state in ('claimed', 'dispatched') and deadline <= {schema}.clock()
+      and (expires_at is null or expires_at > {schema}.clock())
+    order by id for update skip locked),
+again as (
+    update {schema}.run r
+    set fence = nextval('{schema}.fence'), state = 'claimed', claimed_at = {schema}.clock(),
+        deadline = {schema}.clock() + %(timeout)s::float8 * interval '1 second'
+    from late where r.id = late.id
+    returning r.id, r.call_id, r.fence, r.due_at, r.expires_at)
+select a.id, a.call_id, a.fence, extract(epoch from a.due_at)::float8 as due_at,
+       extract(epoch from a.due_at)::float8 as wake_at,
+       extract(epoch from a.expires_at - {schema}.clock())::float8 as expires_in, {message}
+from again a join {schema}.call c on c.id = a.call_id order by a.due_at
+""".replace("{message}", _MESSAGE)
+
+# Purpose: how long until something is due.  Index: timer_wake, its first entry at or after the watermark.  Locks: none.
+NEXT = """
+select extract(epoch from wake_at - {schema}.clock())::float8 as seconds from {schema}.timer
+where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz order by wake_at limit 1
+"""
+
+# Purpose: the shards there are and the database's time.  Index: none (one row).  Locks: none.
+SHARDS = """
+select value::text::int as shards, extract(epoch from {schema}.clock())::float8 as now
+from {schema}.meta where name = 'shards'
+"""
+
+# Purpose: leased timers are dispatched once the broker has confirmed them.  Index: primary key.  Locks: the rows.
+# Fence: named; a run that a quick worker has leased, or another beat claimed again, is left alone.
+MARK_DISPATCHED = """
+update {schema}.run r
+set state = 'dispatched', dispatched_at = coalesce(r.dispatched_at, {schema}.clock()),
+    deadline = {schema}.clock() + interval '1 second' *
+               least(%(redispatch_max)s::float8, %(redispatch_after)s::float8 * 2 ^ least(r.dispatches, 20)),
+    dispatches = r.dispatches + 1
+from unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
+where r.id = u.id and r.fence = u.fence and r.state = 'claimed'
+returning r.id, extract(epoch from r.dispatched_at - r.due_at)::float8 as lateness
+"""
+
+# Purpose: plain tasks end as sent.  Index: primary key.  Locks: the rows.  Fence: named, as above.
+MARK_SENT = """
+with gone as (
+    delete from {schema}.run r using unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
+    where r.id = u.id and r.fence = u.fence and r.state = 'claimed' returning r.*)
+insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state)
+select id, call_id, due_at, {schema}.clock(), fence, attempt, 'sent' from gone
+returning id, extract(epoch from dispatched_at - due_at)::float8 as lateness
+"""
+
+# Purpose: let go of claims that were not published, to be tried again after a pause.  Index: primary key.
+# Locks: the rows.  Fence: named.
+RELEASE = """
+update {schema}.run r set deadline = {schema}.clock() + %(pause)s::float8 * interval '1 second'
+from unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
+where r.id = u.id and r.fence = u.fence and r.state = 'claimed' returning r.id
+"""
+
+# Purpose: a row that no broker can ever carry is kept as a dead letter.  Index: primary key.  Locks: the row.
+# Fence: named.
+QUARANTINE = """
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = 'claimed' returning *),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, fence, attempt, state, reason)
+    select id, call_id, due_at, fence, attempt, 'dead', 'undispatchable' from gone)
+insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
+select id, call_id, attempt, 'undispatchable', %(error_type)s::text, %(error)s::text from gone returning id
+"""
+
+
+def claim(executor: Executor, *, shard: int, watermark: float | str, page: int, timeout: float) -> tuple[list[Claim], int]:
+    """Claim due timers of one shard in the order of their wake time.
+
+    Arguments:
+        executor: in autocommit: no transaction may be open while the page is published.
+        shard: which shard.
+        watermark: epoch seconds, lower bound of the scan, or :data:`UNBOUNDED`.
+        page: most rows.
+        timeout: seconds after which any beat may claim them again.
+
+    Returns:
+        The claims to publish, and how many rows the page held (those that expired among them).
+    """
+    bound = watermark if isinstance(watermark, str) else datetime.fromtimestamp(watermark).astimezone()
+    rows = executor.fetch(
+        CLAIM.replace("{page}", str(int(page))), {"shard": shard, "watermark": bound, "timeout": timeout}
+    )
+    return [_claim(row) for row in rows if row.fence is not None], len(rows)
+
+
+def reclaim(executor: Executor, ids: Sequence[UUID], *, timeout: float) -> list[Claim]:
+    """Claim runs whose claim or dispatch nobody followed up; each keeps its place in ``run``."""
+    return [_claim(row) for row in executor.fetch(RECLAIM, {"ids": [str(each) for each in ids], "timeout": timeout})]
+
+
+def _claim(row: Row) -> Claim:
+    return Claim(
+        id=row.id, call_id=row.call_id, fence=row.fence, task=row.task, leased=row.leased, due_at=row.due_at,
+        wake_at=row.wake_at, expires_in=row.expires_in, body=row.body, content_type=row.content_type,
+        content_encoding=row.content_encoding, headers=row.headers, properties=row.properties,
+        exchange=row.exchange, routing_key=row.routing_key, queue=row.queue,
+    )  # fmt: skip
+
+
+def next_due(executor: Executor, *, shard: int, watermark: float | str) -> float | None:
+    """Seconds until the next timer of the shard is due (negative: overdue); None when none waits."""
+    bound = watermark if isinstance(watermark, str) else datetime.fromtimestamp(watermark).astimezone()
+    rows = executor.fetch(NEXT, {"shard": shard, "watermark": bound})
+    return rows[0].seconds if rows else None
+
+
+def shards(executor: Executor) -> tuple[int, float]:
+    """How many shards there are, and the database's time in epoch seconds."""
+    row = executor.fetch(SHARDS)[0]
+    return row.shards, row.now
+
+
+def _fenced(claims: Sequence[Claim]) -> dict[str, object]:
+    # Locks are taken in one order everywhere, or two beats could deadlock.
+    ordered = sorted(claims, key=lambda each: each.id)
+    return {"ids": [str(each.id) for each in ordered], "fences": [each.fence for each in ordered]}
+
+
+def mark(
+    executor: Executor, confirmed: Sequence[Claim], *, redispatch_after: float, redispatch_max: float
+) -> list[float]:
+    """Record what the broker has confirmed: leased timers as dispatched, plain ones as sent.
+
+    Returns:
+        The lateness in seconds of each timer marked; those that a worker overtook are not among them.
+    """
+    lateness: list[float] = []
+    leased = [each for each in confirmed if each.leased]
+    plain = [each for each in confirmed if not each.leased]
+    if leased:
+        times = {"redispatch_after": redispatch_after, "redispatch_max": redispatch_max}
+        lateness += [row.lateness for row in executor.fetch(MARK_DISPATCHED, {**_fenced(leased), **times})]
+    if plain:
+        lateness += [row.lateness for row in executor.fetch(MARK_SENT, _fenced(plain))]
+    return lateness
+
+
+def release(executor: Executor, claims: Sequence[Claim], *, pause: float) -> None:
+    """Make claims available again after `pause` seconds, because nothing of them reached the broker."""
+    if claims:
+        executor.fetch(RELEASE, {**_fenced(claims), "pause": pause})
+
+
+def quarantine(executor: Executor, claim: Claim, error: BaseException) -> bool:
+    """Turn a claim that can never be published into a dead letter; False when it is no longer ours."""
+    parameters = {
+        "id": str(claim.id), "fence": claim.fence, "error_type": type(error).__name__,
+        "error": str(error).replace("\x00", "\\0")[:8000].encode("utf-8", "backslashreplace").decode(),
+    }  # fmt: skip
+    return bool(executor.fetch(QUARANTINE, parameters))

@@ -1,0 +1,102 @@
+"""One way to run a statement on whatever connection the caller has.
+
+Statements are text with ``%(name)s`` parameters and ``{schema}`` where the
+schema goes; psycopg, SQLAlchemy and Django all take that form.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import psycopg
+from psycopg.rows import namedtuple_row
+from sqlalchemy.engine import Connection as SqlalchemyConnection
+from sqlalchemy.orm import Session, scoped_session
+
+Row = Any
+"""A row with its columns as attributes."""
+
+
+@lru_cache(maxsize=512)
+def qualified(sql: str, schema: str) -> str:
+    """Put the schema name into a statement."""
+    return sql.replace("{schema}", f'"{schema}"')
+
+
+class Executor(Protocol):
+    """Runs statements in one connection's present transaction, or each in its own."""
+
+    def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
+        """Run one statement and return all its rows (none for a statement without rows)."""
+
+
+class PsycopgExecutor:
+    """On a psycopg 3 connection; the caller's transaction, if one is open, is used as it stands."""
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+        self.connection = connection
+        self._schema = schema
+
+    def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
+        """See :meth:`Executor.fetch`."""
+        cursor = self.connection.cursor(row_factory=namedtuple_row)
+        cursor.execute(qualified(sql, self._schema), params or {})  # type: ignore[call-overload]  # not a literal: the schema is a setting
+        return cursor.fetchall() if cursor.description else ()
+
+
+class SqlalchemyExecutor:
+    """On a SQLAlchemy connection, in its transaction (begun by SQLAlchemy if none is)."""
+
+    def __init__(self, connection: SqlalchemyConnection, schema: str) -> None:
+        self._connection = connection
+        self._schema = schema
+
+    def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
+        """See :meth:`Executor.fetch`."""
+        result = self._connection.exec_driver_sql(qualified(sql, self._schema), dict(params or {}))
+        return result.fetchall() if result.returns_rows else ()
+
+
+class CursorExecutor:
+    """On anything else with DB-API cursors and ``%(name)s`` parameters: Django, psycopg 2."""
+
+    def __init__(self, connection: Any, schema: str) -> None:
+        self._connection = connection
+        self._schema = schema
+
+    def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
+        """See :meth:`Executor.fetch`."""
+        with self._connection.cursor() as cursor:
+            cursor.execute(qualified(sql, self._schema), dict(params or {}))
+            if not cursor.description:
+                return ()
+            row = namedtuple("row", [column[0] for column in cursor.description])  # type: ignore[misc]  # columns known at run time only
+            return [row(*values) for values in cursor.fetchall()]
+
+
+def executor_for(connection: Any, schema: str) -> Executor:
+    """Wrap a caller's connection.
+
+    Arguments:
+        connection: a SQLAlchemy Session, scoped_session or Connection, a psycopg
+            connection, a Django database connection.
+        schema: the schema that holds the tables.
+
+    Raises:
+        TypeError: for anything else, an async connection among them.
+    """
+    if isinstance(connection, psycopg.Connection):
+        return PsycopgExecutor(connection, schema)
+    if isinstance(connection, (Session, scoped_session)):
+        connection = connection.connection()
+    if isinstance(connection, SqlalchemyConnection):
+        return SqlalchemyExecutor(connection, schema)
+    if isinstance(connection, psycopg.AsyncConnection) or not callable(getattr(connection, "cursor", None)):
+        raise TypeError(
+            f"connection= takes a SQLAlchemy Session or Connection, a psycopg Connection or a Django "
+            f"connection, not {type(connection).__name__}."
+        )
+    return CursorExecutor(connection, schema)

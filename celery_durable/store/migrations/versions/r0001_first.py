@@ -1,0 +1,227 @@
+"""The first schema: payload apart from state, one table per phase of a timer's life.
+
+``call`` is written once and never updated, so no state change touches a payload
+page; ``timer`` and ``run`` are tiny, so dead rows of the hot path cost little even
+while an old snapshot is open; ``outcome`` only grows until it is pruned.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+CLOCK = """
+-- The one clock. STABLE so that it can be an index condition; a test replaces it to move time.
+create function clock() returns timestamptz language sql stable parallel safe
+    as 'select pg_catalog.clock_timestamp()'
+"""
+
+# Fences never repeat and only rise: no CACHE, and never reset.
+FENCE = "create sequence fence"
+
+META = "create table meta (name text primary key, value json not null)"
+
+CALL = """
+create table call (
+    id uuid primary key,
+    timer_id uuid not null,            -- equal to id, but for a message that replaced the first one
+    created_at timestamptz not null default clock_timestamp(),
+    nominal timestamptz,
+    leased boolean not null,
+    task text not null,
+    task_id text,                      -- null: the timer's id, so that only a chosen one costs an index entry
+    key text,
+    queue text,
+    exchange text not null,
+    routing_key text not null,
+    content_type text not null,
+    content_encoding text not null,
+    headers json not null,             -- json, not jsonb: nobody queries it, and it is stored twice as fast
+    properties json not null,
+    tenant text,
+    schedule text,
+    replay_of uuid,
+    body bytea not null                -- bytes: NUL, NaN, surrogates, pickle and msgpack must pass
+)
+"""
+
+TIMER = """
+create table timer (
+    id uuid primary key,
+    call_id uuid not null,
+    due_at timestamptz not null,
+    wake_at timestamptz not null,      -- greatest(due_at, clock at insert): what the claim walks
+    expires_at timestamptz,
+    attempt integer not null default 0,
+    lost integer not null default 0,
+    shard smallint not null default 0
+) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.2)
+"""
+
+RUN = """
+create table run (
+    id uuid primary key,               -- the only index: heartbeats, marks and leases stay HOT
+    call_id uuid not null,
+    fence bigint not null,
+    due_at timestamptz not null,
+    expires_at timestamptz,
+    deadline timestamptz not null,     -- when somebody else may act on it
+    claimed_at timestamptz not null,
+    dispatched_at timestamptz,
+    started_at timestamptz,
+    attempt integer not null,
+    lost integer not null,
+    dispatches integer not null default 0,
+    max_attempts integer,              -- from the lease on: null is no limit
+    retry_in double precision,         -- seconds to wait should this run be lost
+    shard smallint not null,
+    leased boolean not null,
+    state text not null,               -- in a WHERE, never in an index
+    token text,
+    worker text
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 500)
+"""
+
+RENEWAL = """
+create table renewal (
+    id uuid primary key,
+    fence bigint not null,
+    until timestamptz not null
+) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 500)
+"""
+
+HELD_RESULT = """
+create table held_result (
+    id uuid primary key,
+    fence bigint not null,
+    content_type text not null,
+    content_encoding text not null,
+    body bytea not null
+)
+"""
+
+OUTCOME = """
+create table outcome (
+    id uuid primary key,
+    call_id uuid not null,
+    finished_at timestamptz not null default clock_timestamp(),
+    due_at timestamptz,
+    dispatched_at timestamptz,
+    started_at timestamptz,
+    fence bigint,
+    attempt integer not null,
+    state text not null,
+    reason text,
+    worker text
+)
+"""
+
+DEAD = """
+create table dead (
+    id uuid primary key,
+    call_id uuid not null,
+    died_at timestamptz not null default clock_timestamp(),
+    attempt integer not null,
+    reason text not null,
+    error_type text,
+    error text,
+    replayed_as uuid,
+    replayed_at timestamptz
+)
+"""
+
+ATTEMPT = """
+create table attempt (
+    id bigint generated always as identity primary key,
+    timer_id uuid not null,
+    fence bigint not null,
+    started_at timestamptz,
+    ended_at timestamptz not null default clock_timestamp(),
+    next_due_at timestamptz,
+    attempt integer not null,
+    ending text not null,              -- failed, retried, lost, refused, held
+    worker text,
+    error_type text,
+    error text,
+    traceback text
+)
+"""
+
+SCHEDULE = """
+create table schedule (
+    name text primary key,
+    task text not null,
+    kind text not null,                -- cron, crontab, interval, solar; code: only the program knows it
+    text text not null,
+    tz text,
+    anchor timestamptz,
+    args json not null,
+    kwargs json not null,
+    options json not null,
+    policy json not null,              -- catchup, deadline, overlap, jitter, start, end, max_runs
+    owner text not null,               -- code, api
+    fingerprint text not null,
+    enabled boolean not null default true,
+    cursor timestamptz not null,       -- the nominal time of the newest settled occurrence
+    next_at timestamptz,               -- a cache of f(specification, zone, cursor); null: never again
+    fired bigint not null default 0,
+    last_fired_at timestamptz,
+    fault text,                        -- why it cannot be loaded
+    created_at timestamptz not null default clock_timestamp(),
+    updated_at timestamptz not null default clock_timestamp()
+)
+"""
+
+OCCURRENCE = """
+create table occurrence (
+    schedule text not null,
+    nominal timestamptz not null,
+    noted_at timestamptz not null default clock_timestamp(),
+    reason text not null,
+    primary key (schedule, nominal)
+)
+"""
+
+BEAT = """
+create table beat (
+    id uuid primary key,
+    node text not null,
+    pid integer not null,
+    version text not null,
+    started_at timestamptz not null default clock_timestamp(),
+    seen_at timestamptz not null default clock_timestamp(),
+    dispatched bigint not null default 0
+)
+"""
+
+INDEXES = (
+    "create unique index call_key on call (key) where key is not null",
+    "create index call_task_id on call (task_id) where task_id is not null",
+    "create index call_replaced on call (timer_id) where timer_id <> id",
+    "create index timer_wake on timer (shard, wake_at)",
+    "create index outcome_finished on outcome (finished_at)",
+    "create index attempt_timer on attempt (timer_id)",
+    "create index schedule_next on schedule (next_at) where enabled",
+)
+
+TABLES = (
+    META, CALL, TIMER, RUN, RENEWAL, HELD_RESULT, OUTCOME, DEAD, ATTEMPT, SCHEDULE, OCCURRENCE, BEAT,
+)  # fmt: skip
+
+SEED = """insert into meta (name, value) values ('schema_major', '1'), ('shards', '1')"""
+
+
+def upgrade() -> None:
+    """Create everything."""
+    for statement in (CLOCK, FENCE, *TABLES, *INDEXES, SEED):
+        op.execute(statement)
+
+
+def downgrade() -> None:
+    """Remove everything: the timers are gone with it."""
+    for statement in reversed(TABLES):
+        op.execute("drop table " + statement.split()[2])
+    op.execute("drop sequence fence")
+    op.execute("drop function clock()")

@@ -1,0 +1,351 @@
+"""Runs: the lease of a delivery, its heartbeats and its end, each statement fenced.
+
+Every statement after :func:`lease` names the fence that the lease took.  No row
+back means the lease is no longer ours: nothing was changed, nothing is retried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+from uuid import UUID
+
+from celery_durable.store.executor import Executor, Row
+from celery_durable.store.timers import ANNOUNCED, NewTimer
+
+#: A task without a limit of attempts ends after this many lost workers all the same.
+MAX_LOST = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """What a worker gets with the lease of a timer."""
+
+    timer_id: UUID
+    fence: int
+    attempt: int
+    due_at: datetime
+    dispatched_at: datetime
+    started_at: datetime
+    expires_at: datetime | None
+    nominal: datetime | None
+    schedule: str | None
+    held: Held | None
+    """The return value of an earlier attempt whose callbacks may not have been sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A stored return value."""
+
+    body: bytes
+    content_type: str
+    content_encoding: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why an attempt ended, as it is kept."""
+
+    error_type: str
+    error: str
+    traceback: str | None = None
+
+
+# Purpose: one delivery takes the right to run.  Index: primary key.  Locks: the row.
+# Fence: takes a fresh one, and names none: any delivery of a dispatched timer may take it, so a re-dispatch never
+# invalidates an earlier message.  A repeated call of the same delivery (`token`) after a cut connection finds its own.
+LEASE = """
+with taken as (
+    update {schema}.run
+    set state = 'running', fence = nextval('{schema}.fence'), attempt = attempt + 1, token = %(token)s::text,
+        worker = %(worker)s::text, started_at = {schema}.clock(),
+        dispatched_at = coalesce(dispatched_at, {schema}.clock()),
+        deadline = {schema}.clock() + %(lease)s::float8 * interval '1 second',
+        max_attempts = %(max_attempts)s::integer,
+        retry_in = least(%(cap)s::float8, %(base)s::float8 * 2 ^ least(attempt, 60))
+    where id = %(id)s::uuid and call_id = %(call_id)s::uuid and leased and state in ('claimed', 'dispatched')
+      and (expires_at is null or expires_at > {schema}.clock())
+    returning *),
+mine as (
+    select * from taken
+    union all
+    select * from {schema}.run where id = %(id)s::uuid and token = %(token)s::text and state = 'running'
+                                 and not exists (select from taken))
+select m.id, m.fence, m.attempt, m.due_at, m.dispatched_at, m.started_at, m.expires_at, c.nominal, c.schedule,
+       h.body, h.content_type, h.content_encoding
+from mine m join {schema}.call c on c.id = m.id left join {schema}.held_result h on h.id = m.id
+"""
+
+# Purpose: why a delivery found nothing to run.  Index: primary keys.  Locks: none.
+WHY_NOT = """
+select coalesce(
+    (select case when expires_at <= {schema}.clock() then 'expired' else 'duplicate' end
+     from {schema}.run where id = %(id)s::uuid),
+    (select case when state in ('cancelled', 'expired') then state else 'duplicate' end
+     from {schema}.outcome where id = %(id)s::uuid),
+    'duplicate') as reason
+"""
+
+# Purpose: keep all leases of a node alive in one statement.  Index: primary key of run and renewal.
+# Locks: renewal rows only, never `run`: a user's REPEATABLE READ transaction that completes a timer must not fail.
+# Fence: copied from the run that the delivery (`token`) holds.
+RENEW = """
+insert into {schema}.renewal as n (id, fence, until)
+select r.id, r.fence, {schema}.clock() + %(lease)s::float8 * interval '1 second'
+from {schema}.run r join unnest(%(ids)s::uuid[], %(tokens)s::text[]) as u(id, token) on r.id = u.id and r.token = u.token
+where r.state in ('running', 'finishing')
+order by r.id
+on conflict (id) do update set fence = excluded.fence, until = excluded.until where n.fence <= excluded.fence
+returning id
+"""
+
+# Purpose: is the lease still ours.  Index: primary key.  Locks: none.  Fence: named.
+HOLDS = """select id from {schema}.run where id = %(id)s::uuid and fence = %(fence)s"""
+
+# Purpose: what a parent that lost its child needs to settle the run.  Index: primary key.  Fence: found by token.
+BY_TOKEN = """
+select id, fence, attempt, max_attempts, retry_in, lost, state from {schema}.run
+where id = %(id)s::uuid and token = %(token)s::text and state in ('running', 'finishing')
+"""
+
+# Purpose: the run succeeded.  Index: primary key; no payload page is touched.  Locks: the row.  Fence: named.
+FINISH = """
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
+              returning *),
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id)
+insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, worker)
+select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'succeeded', worker from gone returning id
+"""
+
+# Purpose: the body has returned, its callbacks are not out yet: keep the value.  Index: primary key.  Fence: named.
+HOLD = """
+with held as (update {schema}.run set state = 'finishing' where id = %(id)s::uuid and fence = %(fence)s
+              and state in ('running', 'finishing') returning id, fence)
+insert into {schema}.held_result (id, fence, content_type, content_encoding, body)
+select id, fence, %(content_type)s::text, %(content_encoding)s::text, %(body)s::bytea from held
+on conflict (id) do update set fence = excluded.fence, content_type = excluded.content_type,
+    content_encoding = excluded.content_encoding, body = excluded.body
+returning id
+"""
+
+_ATTEMPT = """insert into {schema}.attempt (timer_id, fence, started_at, attempt, ending, worker, next_due_at,
+                                            error_type, error, traceback)"""
+
+# Purpose: back to waiting until the back-off is over.  Index: primary key.  Locks: the row.  Fence: named.
+# A call id of its own carries a changed message.
+RETRY = """
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = 'running' returning *),
+back as (
+    insert into {schema}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard)
+    select id, coalesce(%(call_id)s::uuid, call_id), d.at, greatest(d.at, {schema}.clock()), expires_at, attempt,
+           lost + %(lost)s::integer, shard
+    from gone, lateral (select coalesce(%(due_at)s::timestamptz,
+                                        {schema}.clock() + %(delay)s::float8 * interval '1 second') as at) d
+    returning id, due_at, wake_at),
+told as (
+    {attempt}
+    select g.id, g.fence, g.started_at, g.attempt, %(ending)s::text, g.worker, back.due_at, %(error_type)s::text,
+           %(error)s::text, %(traceback)s::text from gone g join back on back.id = g.id)
+select id, due_at, case when wake_at <= {schema}.clock() + %(announced)s::float8 * interval '1 second'
+    then pg_notify(trim(both '"' from '{schema}'), extract(epoch from wake_at)::text)::text end from back
+""".replace("{attempt}", _ATTEMPT)
+
+# Purpose: the run has failed for the last time.  Index: primary key.  Locks: the row.  Fence: named.
+BURY = """
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
+              returning *),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'dead', %(reason)s::text, worker from gone),
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
+told as (
+    {attempt}
+    select id, fence, started_at, attempt, %(ending)s::text, worker, null, %(error_type)s::text, %(error)s::text,
+           %(traceback)s::text from gone)
+insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
+select id, call_id, attempt, %(reason)s::text, %(error_type)s::text, %(error)s::text from gone returning id
+""".replace("{attempt}", _ATTEMPT)
+
+# Purpose: a user's revoke or Ignore ends the run.  Index: primary key.  Locks: the row.  Fence: named.
+DROP = """
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
+              returning *),
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id)
+insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
+select id, call_id, due_at, dispatched_at, started_at, fence, attempt, %(state)s::text, %(reason)s::text, worker
+from gone returning id
+"""
+
+# Purpose: the record that a holder whose lease was replaced tried to change something.  Index: none.  Locks: none.
+REFUSED = _ATTEMPT + """
+values (%(id)s::uuid, %(fence)s, null, %(attempt)s, 'refused', %(worker)s::text, null, %(error_type)s::text,
+        %(error)s::text, %(traceback)s::text)
+"""
+
+# Purpose: a changed message of a timer in motion.  Index: none.  Locks: none.
+NEW_MESSAGE = """
+insert into {schema}.call (id, timer_id, task, leased, body, content_type, content_encoding, headers, properties,
+                           exchange, routing_key, queue, task_id, tenant)
+select %(new_id)s::uuid, c.timer_id, %(task)s::text, true, %(body)s::bytea, %(content_type)s::text,
+       %(content_encoding)s::text, %(headers)s::json, %(properties)s::json, %(exchange)s::text, %(routing_key)s::text,
+       %(queue)s::text, c.task_id, c.tenant
+from {schema}.call c where c.id = %(id)s::uuid
+on conflict do nothing
+"""
+
+NO_FAILURE = Failure(error_type="", error="")
+
+
+def lease(
+    executor: Executor, *, timer_id: UUID, call_id: UUID, token: str, worker: str, seconds: float,
+    max_attempts: int | None, base: float, cap: float,
+) -> Lease | str:  # fmt: skip
+    """Take the lease of a dispatched timer for one delivery; counts the attempt.
+
+    Arguments:
+        executor: in autocommit.
+        timer_id: the timer, from the header ``durable_timer``.
+        call_id: the message's version, from the header ``durable_call``.
+        token: names this delivery in its node, for heartbeats.
+        worker: shown to operators.
+        seconds: how long the lease is valid without a heartbeat.
+        max_attempts: after this many a lost run is dead; None: no limit.
+        base: seconds of the first back-off, should the run be lost.
+        cap: the longest back-off in seconds.
+
+    Returns:
+        The lease; or, if this delivery may not run the timer, the reason:
+        ``duplicate``, ``cancelled`` or ``expired``.
+    """
+    rows = executor.fetch(
+        LEASE,
+        {
+            "id": str(timer_id), "call_id": str(call_id), "token": token, "worker": worker, "lease": seconds,
+            "max_attempts": max_attempts, "base": base, "cap": cap,
+        },
+    )  # fmt: skip
+    if not rows:
+        reason: str = executor.fetch(WHY_NOT, {"id": str(timer_id)})[0].reason
+        return reason
+    row = rows[0]
+    held = None
+    if row.body is not None:
+        held = Held(body=bytes(row.body), content_type=row.content_type, content_encoding=row.content_encoding)
+    return Lease(
+        timer_id=timer_id, fence=row.fence, attempt=row.attempt, due_at=_utc(row.due_at),
+        dispatched_at=_utc(row.dispatched_at), started_at=_utc(row.started_at),
+        expires_at=None if row.expires_at is None else _utc(row.expires_at),
+        nominal=None if row.nominal is None else _utc(row.nominal), schedule=row.schedule, held=held,
+    )  # fmt: skip
+
+
+def _utc(instant: datetime) -> datetime:
+    return instant.astimezone(timezone.utc)
+
+
+def renew(executor: Executor, leases: Sequence[tuple[UUID, str]], *, seconds: float) -> set[UUID]:
+    """Extend the leases of these (timer id, delivery token) pairs; returns those that are still held."""
+    if not leases:
+        return set()
+    parameters = {
+        "ids": [str(each) for each, _ in leases], "tokens": [token for _, token in leases], "lease": seconds,
+    }  # fmt: skip
+    return {UUID(str(row.id)) for row in executor.fetch(RENEW, parameters)}
+
+
+def holds(executor: Executor, timer_id: UUID, fence: int) -> bool:
+    """Whether the lease with this fence is still the valid one."""
+    return bool(executor.fetch(HOLDS, {"id": str(timer_id), "fence": fence}))
+
+
+def by_token(executor: Executor, timer_id: UUID, token: str) -> Row | None:
+    """The run that a delivery of this node holds, if it holds one."""
+    rows = executor.fetch(BY_TOKEN, {"id": str(timer_id), "token": token})
+    return rows[0] if rows else None
+
+
+def finish(executor: Executor, timer_id: UUID, fence: int) -> bool:
+    """End a run as succeeded; False when the lease is no longer ours."""
+    return bool(executor.fetch(FINISH, {"id": str(timer_id), "fence": fence}))
+
+
+def hold(executor: Executor, timer_id: UUID, fence: int, held: Held) -> bool:
+    """Keep the return value until callbacks are out; False when the lease is no longer ours."""
+    parameters = {
+        "id": str(timer_id), "fence": fence, "body": held.body, "content_type": held.content_type,
+        "content_encoding": held.content_encoding,
+    }  # fmt: skip
+    return bool(executor.fetch(HOLD, parameters))
+
+
+def retry(
+    executor: Executor, timer_id: UUID, fence: int, *, delay: float | None = None, due_at: datetime | None = None,
+    failure: Failure = NO_FAILURE, ending: str = "failed", lost: bool = False, call_id: UUID | None = None,
+) -> datetime | None:  # fmt: skip
+    """Put a run back to waiting.
+
+    Arguments:
+        executor: anything.
+        timer_id: the timer.
+        fence: of the lease.
+        delay: seconds from now; or
+        due_at: an aware instant.
+        failure: what ended this attempt.
+        ending: ``failed``, ``retried`` (the task asked for it) or ``lost``.
+        lost: count a lost worker.
+        call_id: the version of the message to send next, if it changed.
+
+    Returns:
+        The new due instant; None when the lease is no longer ours.
+    """
+    rows = executor.fetch(
+        RETRY,
+        {
+            "id": str(timer_id), "fence": fence, "delay": delay, "due_at": due_at, "ending": ending, "lost": int(lost),
+            "call_id": None if call_id is None else str(call_id), "announced": ANNOUNCED, **_kept(failure),
+        },
+    )  # fmt: skip
+    return _utc(rows[0].due_at) if rows else None
+
+
+def bury(
+    executor: Executor, timer_id: UUID, fence: int, *, reason: str, failure: Failure, ending: str = "failed"
+) -> bool:
+    """Make a dead letter of a run; False when the lease is no longer ours."""
+    parameters = {"id": str(timer_id), "fence": fence, "reason": reason, "ending": ending, **_kept(failure)}
+    return bool(executor.fetch(BURY, parameters))
+
+
+def drop(executor: Executor, timer_id: UUID, fence: int, *, state: str, reason: str) -> bool:
+    """End a run as ``cancelled`` or ``skipped``; False when the lease is no longer ours."""
+    return bool(executor.fetch(DROP, {"id": str(timer_id), "fence": fence, "state": state, "reason": reason}))
+
+
+def refused(
+    executor: Executor, timer_id: UUID, fence: int, attempt: int, worker: str, failure: Failure = NO_FAILURE
+) -> None:
+    """Record that a holder without a valid lease was refused."""
+    parameters = {"id": str(timer_id), "fence": fence, "attempt": attempt, "worker": worker, **_kept(failure)}
+    executor.fetch(REFUSED, parameters)
+
+
+def new_message(executor: Executor, timer: NewTimer, call_id: UUID) -> None:
+    """Store a changed message of a timer in motion under the version `call_id`."""
+    executor.fetch(NEW_MESSAGE, {**timer.parameters(), "new_id": str(call_id)})
+
+
+def _kept(failure: Failure) -> dict[str, Any]:
+    return {
+        "error_type": _clean(failure.error_type, 500) or None, "error": _clean(failure.error, 20_000) or None,
+        "traceback": None if failure.traceback is None else _clean(failure.traceback, 100_000),
+    }  # fmt: skip
+
+
+def _clean(text: str, limit: int) -> str:
+    """Text that Postgres can store: no NUL, no lone surrogate, not endless (the end says most)."""
+    text = text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\0")
+    return text if len(text) <= limit else f"[{len(text) - limit} characters left out] …{text[-limit:]}"
