@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from functools import lru_cache
 
-from croniter import croniter
+from croniter import croniter  # type: ignore[import-untyped]  # ships no annotations
 
 from celery_durable.core.errors import RecurrenceError
 

@@ -33,8 +33,11 @@ ALIASES = {
     "@hourly": "0 * * * *",
 }
 
-_MONTHS = {n: i for i, n in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}
-_WEEKDAYS = {n: i for i, n in enumerate("sun mon tue wed thu fri sat".split())}
+_MONTHS = {
+    "jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6,
+    "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12,
+}  # fmt: skip
+_WEEKDAYS = {"sun": 0, "mon": 1, "tue": 2, "wed": 3, "thu": 4, "fri": 5, "sat": 6}
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,14 @@ class CronText:
         frequent: The minute, hour or seconds field begins with ``*``: the job follows the real
             clock instead of running each slot once.
         seconds: Six fields were given.
+        hashed: The text has ``H``, so its meaning depends on the name.
     """
 
     parts: tuple[str, ...]
     fields: Fields
     frequent: bool
     seconds: bool
+    hashed: bool
 
     @property
     def resolved(self) -> str:
@@ -123,16 +128,19 @@ def parse(text: str, name: str | None = None) -> CronText:
             f"day-of-week), or 6 with the seconds first"
         )
     parts = tuple(written if len(written) == 6 else ["0", *written])
+    hashed = any(_HASH.fullmatch(item) for part in parts for item in part.split(","))
     try:
         parts = tuple(_resolve(part, field, name) for part, field in zip(parts, FIELDS, strict=True))
-        spelled = [_spell(part, field) for part, field in zip(parts, FIELDS, strict=True)]
+        second, minute, hour, day, month, weekday = map(_spell, parts, FIELDS)
     except RecurrenceError as exc:
         raise RecurrenceError(f"cron text {shown!r}: {exc}") from None
+    either_day = parts[3][0] not in "*?" and parts[5][0] not in "*?"
     return CronText(
         parts=parts,
-        fields=Fields(*spelled, either_day=parts[3][0] not in "*?" and parts[5][0] not in "*?"),
+        fields=Fields(second, minute, hour, day, month, weekday, either_day),
         frequent=any(part[0] == "*" for part in parts[:3]),
         seconds=len(written) == 6,
+        hashed=hashed,
     )
 
 

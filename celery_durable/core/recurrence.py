@@ -238,8 +238,6 @@ class Crontab(Slots):
     zone: Zone = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.text.split()) != 5:
-            raise RecurrenceError(f"crontab text {self.text!r} must have 5 fields separated by blanks")
         fields = Fields(
             "0",
             _numbers(self.minute, MINUTE),
@@ -248,6 +246,8 @@ class Crontab(Slots):
             _numbers(self.month_of_year, MONTH),
             _numbers(self.day_of_week, WEEKDAY),
         )
+        if len(self.text.split()) != 5:
+            raise RecurrenceError(f"crontab text {self.text!r} must have 5 fields separated by blanks")
         object.__setattr__(self, "fields", fields)
         try:
             object.__setattr__(self, "calendar", calendar_of(fields))
