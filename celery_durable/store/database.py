@@ -134,8 +134,7 @@ class Database:
         """As :meth:`run`, with all statements of the operation in one transaction."""
 
         def in_transaction(executor: Executor) -> T:
-            assert isinstance(executor, PsycopgExecutor)
-            with executor.connection.transaction():
+            with executor.atomic():
                 return operation(executor)
 
         return self.run(in_transaction)

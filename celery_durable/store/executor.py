@@ -7,7 +7,8 @@ schema goes; psycopg, SQLAlchemy and Django all take that form.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ class Executor(Protocol):
     def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
         """Run one statement and return all its rows (none for a statement without rows)."""
 
+    def atomic(self) -> AbstractContextManager[object]:
+        """All or nothing: a transaction, or a savepoint within the one that is open."""
+
 
 class PsycopgExecutor:
     """On a psycopg 3 connection; the caller's transaction, if one is open, is used as it stands."""
@@ -46,6 +50,10 @@ class PsycopgExecutor:
         cursor.execute(qualified(sql, self._schema), params or {})  # type: ignore[call-overload]  # not a literal: the schema is a setting
         return cursor.fetchall() if cursor.description else ()
 
+    def atomic(self) -> AbstractContextManager[object]:
+        """See :meth:`Executor.atomic`."""
+        return self.connection.transaction()
+
 
 class SqlalchemyExecutor:
     """On a SQLAlchemy connection, in its transaction (begun by SQLAlchemy if none is)."""
@@ -58,6 +66,10 @@ class SqlalchemyExecutor:
         """See :meth:`Executor.fetch`."""
         result = self._connection.exec_driver_sql(qualified(sql, self._schema), dict(params or {}))
         return result.fetchall() if result.returns_rows else ()
+
+    def atomic(self) -> AbstractContextManager[object]:
+        """See :meth:`Executor.atomic`."""
+        return self._connection.begin_nested()
 
 
 class CursorExecutor:
@@ -75,6 +87,17 @@ class CursorExecutor:
                 return ()
             row = namedtuple("row", [column[0] for column in cursor.description])  # type: ignore[misc]  # columns known at run time only
             return [row(*values) for values in cursor.fetchall()]
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """See :meth:`Executor.atomic`; needs a transaction that the caller has begun."""
+        self.fetch("savepoint celery_durable")
+        try:
+            yield
+        except BaseException:
+            self.fetch("rollback to savepoint celery_durable")
+            raise
+        self.fetch("release savepoint celery_durable")
 
 
 def executor_for(connection: Any, schema: str) -> Executor:
