@@ -28,6 +28,12 @@ MAX_NAME = 1024
 INTERNAL = "celery."
 
 
+def present_app() -> Celery:
+    """The current app itself, not the proxy for it."""
+    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]  # the proxy's own method
+    return app
+
+
 def split(
     call: Task[..., Any] | Signature[Any] | str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any], app: Celery | None,
@@ -41,7 +47,7 @@ def split(
         InvalidTimer: for a canvas of several tasks, or what is no call at all.
     """
     if isinstance(call, str):
-        app = app or current_app._get_current_object()
+        app = app or present_app()
         return app, app.tasks.get(call, call), args, kwargs, dict(options)
     call = maybe_evaluate(call)
     if isinstance(call, Signature):
@@ -50,9 +56,10 @@ def split(
                 f"A timer stores one call, not a {type(call).__name__.strip('_')}. "
                 "Store a task that applies the canvas when it runs."
             )
-        merged = call.clone(args or (), dict(kwargs or {}), **options)
+        merged = call.clone(tuple(args or ()), dict(kwargs or {}), **options)
         app = app or merged.app
-        return app, app.tasks.get(merged.task, merged.task), merged.args, merged.kwargs, dict(merged.options)
+        name = str(merged.task)
+        return app, app.tasks.get(name, name), merged.args, merged.kwargs, dict(merged.options)
     if isinstance(call, Task):
         return app or call.app, call, args, kwargs, dict(options)
     raise InvalidTimer(f"A timer stores a task, a signature or a task's name, not {call!r}.")

@@ -8,8 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from celery import current_app
-
+from celery_durable.calls import present_app
 from celery_durable.core.identity import new_id
 from celery_durable.core.moments import When, moment
 from celery_durable.errors import InvalidTimer, KeyConflict
@@ -66,7 +65,7 @@ def replay(identity: UUID | str, *, when: When = _NOW, app: Celery | None = None
         InvalidTimer: there is no such dead letter.
         KeyConflict: it has been replayed already; names the timer that did.
     """
-    app = app or current_app._get_current_object()
+    app = app or present_app()
     try:
         due = moment(when)
     except (ValueError, TypeError, OverflowError) as exc:
@@ -124,6 +123,6 @@ def _id(executor: Executor, identity: UUID | str) -> UUID | None:
 
 
 def _database(app: Celery | None) -> Database:
-    return Database.of(app or current_app._get_current_object())
+    return Database.of(app or present_app())
 
 

@@ -15,7 +15,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
-from celery import current_app
 from celery.app.task import Task
 from celery.canvas import Signature
 
@@ -356,8 +355,7 @@ def _resolve(executor: Executor, timer: Timer | UUID | str | None, key: str | No
 
 
 def _app_of(identity: object) -> Celery:
-    app: Celery = identity.app if isinstance(identity, Timer) else current_app._get_current_object()
-    return app
+    return identity.app if isinstance(identity, Timer) else calls.present_app()
 
 
 def _moment(when: When, database: Database) -> Moment:

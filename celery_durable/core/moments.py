@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone, tzinfo
-from typing import Union
 
 #: Further away than this is a mistake (milliseconds taken for seconds, an overflow), not a plan.
 FARTHEST = timedelta(days=36525)
 
-When = Union[datetime, timedelta, int, float]
+When = datetime | timedelta | int | float
 """An aware datetime, or a delay as a timedelta or in seconds."""
 
 

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
 from psycopg import errors as pg
@@ -100,7 +100,7 @@ class Database:
             return psycopg.connect(
                 host=url.host, port=url.port, user=url.username, password=url.password,
                 dbname=url.database, autocommit=True, **arguments,
-            )  # type: ignore[call-overload]  # fmt: skip  # keywords of libpq come from the URL
+            )  # fmt: skip
 
     def run(self, operation: Callable[[Executor], T]) -> T:
         """Run an operation on a pooled connection, once more if the connection turns out to be dead.
@@ -115,7 +115,7 @@ class Database:
         for last in (False, True):
             with translated():
                 pooled = self.engine.raw_connection()
-                connection: psycopg.Connection[Any] = pooled.driver_connection  # type: ignore[assignment]  # ours is psycopg
+                connection = cast(psycopg.Connection[Any], pooled.driver_connection)
                 try:
                     return operation(PsycopgExecutor(connection, self.schema))
                 except psycopg.OperationalError:

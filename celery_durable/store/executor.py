@@ -47,7 +47,7 @@ class PsycopgExecutor:
     def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Sequence[Row]:
         """See :meth:`Executor.fetch`."""
         cursor = self.connection.cursor(row_factory=namedtuple_row)
-        cursor.execute(qualified(sql, self._schema), params or {})  # type: ignore[call-overload]  # not a literal: the schema is a setting
+        cursor.execute(qualified(sql, self._schema), params or {})
         return cursor.fetchall() if cursor.description else ()
 
     def atomic(self) -> AbstractContextManager[object]:
