@@ -66,7 +66,10 @@ def revive(value: Any) -> Any:
         ValueError: for an envelope whose type is not registered with Kombu in this process.
     """
     if isinstance(value, dict):
-        return object_hook({key: revive(each) for key, each in value.items()})
+        # Most values are neither dict nor list: a test here is cheaper than a call.
+        return object_hook(
+            {key: revive(each) if isinstance(each, (dict, list)) else each for key, each in value.items()}
+        )
     if isinstance(value, list):
-        return [revive(each) for each in value]
+        return [revive(each) if isinstance(each, (dict, list)) else each for each in value]
     return value

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -28,13 +27,12 @@ from celery.local import maybe_evaluate
 from celery.result import AsyncResult
 from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu import Queue, uuid
+from kombu import uuid
 from kombu.compression import compress
-from kombu.entity import maybe_delivery_mode
-from kombu.serialization import dumps
 
 from ..errors import InvalidTimer
-from .message import Message, storable
+from .capture import CapturingProducer, serialize
+from .message import Message
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -52,8 +50,6 @@ _PUBLISHING = (
 #: What ``send_task`` writes into the header for a task it does not know: None since 5.7.
 _UNKNOWN_IGNORE_RESULT = None if celery.VERSION >= (5, 7) else False
 
-_PLAIN = frozenset((str, int, bool, type(None)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
@@ -66,93 +62,6 @@ class Rendered:
     expires_at: datetime | None
     """When the call stops being wanted, in UTC; Celery's ``expires`` made absolute."""
     ignore_result: bool
-
-
-class CapturingProducer:
-    """Stands where Celery expects a Kombu producer, and keeps the first message given to it.
-
-    The second message of a call is the ``task-sent`` event; the publisher
-    sends that one once the message itself is on its way.  An ``apply_async``
-    that stores calls of its own accord must let a call with this producer
-    pass to Celery's.
-    """
-
-    serializer = None
-    compression = None
-
-    def __init__(self, ignore_result: Any) -> None:
-        self._ignore_result = ignore_result
-        self.message: Message | None = None
-        #: The body before serialization: arguments, keyword arguments, callbacks and canvas.
-        self.content: Any = None
-        #: The serializer asked for, None for Kombu's default.
-        self.serializer_used: str | None = None
-
-    @property
-    def connection(self) -> CapturingProducer:
-        """Celery asks the producer's connection to translate errors; there are none to translate."""
-        return self
-
-    def _reraise_as_library_errors(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def publish(
-        self,
-        body: Any,
-        routing_key: str | None = None,
-        delivery_mode: int | str | None = None,
-        priority: int | None = 0,
-        serializer: str | None = None,
-        headers: dict[str, Any] | None = None,
-        compression: str | None = None,
-        exchange: Any = None,
-        declare: Sequence[Any] | None = None,
-        # Named to be left out: the time to live is computed at dispatch, the rest is the publisher's business.
-        expiration: float | None = None,
-        mandatory: bool | None = None,
-        immediate: bool | None = None,
-        retry: bool | None = None,
-        retry_policy: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        confirm_timeout: float | None = None,
-        **properties: Any,
-    ) -> None:
-        """Keep the message as :meth:`kombu.Producer.publish` would hand it to the transport.
-
-        Raises:
-            InvalidTimer: body, headers or properties cannot be serialized.
-        """
-        if self.message is not None:
-            return
-        headers = {} if headers is None else headers
-        headers["ignore_result"] = self._ignore_result
-        content_type, content_encoding, data = _serialize(body, serializer)
-        if compression:
-            try:
-                data, headers["compression"] = compress(data, compression)
-            except Exception as exc:  # codecs are pluggable and raise what they like
-                raise InvalidTimer(f"compression = {compression!r} failed: {exc!r}") from exc
-        reply_to = properties.get("reply_to")
-        if isinstance(reply_to, Queue):
-            properties["reply_to"] = reply_to.name
-        properties["priority"] = priority
-        properties["delivery_mode"] = maybe_delivery_mode(
-            delivery_mode or getattr(exchange, "delivery_mode", None)
-        )
-        if not all(type(value) in _PLAIN for value in properties.values()):
-            properties = _storable("properties", properties)
-        self.content = body
-        self.serializer_used = serializer
-        self.message = Message(
-            body=data,
-            content_type=content_type,
-            content_encoding=content_encoding,
-            headers=_storable("headers", headers),
-            properties=properties,
-            exchange=getattr(exchange, "name", exchange) or "",
-            routing_key=routing_key or "",
-            queue=next((each.name for each in declare or () if isinstance(each, Queue)), None),
-        )
 
 
 def render(
@@ -285,7 +194,7 @@ def _render(
     if given.get("task_id") is not None:
         given["task_id"] = str(given["task_id"])
 
-    unset = _UNKNOWN_IGNORE_RESULT if isinstance(task, str) else task.ignore_result
+    unset: Any = _UNKNOWN_IGNORE_RESULT if isinstance(task, str) else task.ignore_result
     ignore_result = given.get("ignore_result", unset)
     producer = CapturingProducer(ignore_result)
     # With the true value send_task would call the result backend, which may subscribe to a
@@ -294,7 +203,9 @@ def _render(
     result = _call(app, task, args, kwargs, given)
     message = producer.message
     if message is None:
-        raise InvalidTimer(f"apply_async of {_name(task)} did not publish anything, so there is nothing to store.")
+        raise InvalidTimer(
+            f"apply_async of {_name(task)} did not publish anything, so there is nothing to store."
+        )
     if isinstance(result, AsyncResult):
         result.ignored = ignore_result
     return (
@@ -309,9 +220,7 @@ def _render(
     )
 
 
-def _call(
-    app: Celery, task: Task[..., Any] | str, args: Any, kwargs: Any, options: dict[str, Any]
-) -> object:
+def _call(app: Celery, task: Task[..., Any] | str, args: Any, kwargs: Any, options: dict[str, Any]) -> object:
     if not app.conf.task_always_eager:
         if isinstance(task, str):
             return app.send_task(task, args, kwargs, **options)
@@ -319,8 +228,9 @@ def _call(
     if not isinstance(task, str):
         # apply_async would run the task here and now.
         args, kwargs = _checked(task, args, kwargs, options)
-        shadow = options.pop("shadow", None) or task.shadow_name(args, kwargs, options)
-        options = {**task._get_exec_options(), **options, "shadow": shadow, "task_type": task}
+        celery_task: Any = task
+        shadow = options.pop("shadow", None) or celery_task.shadow_name(args, kwargs, options)
+        options = {**celery_task._get_exec_options(), **options, "shadow": shadow, "task_type": task}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AlwaysEagerIgnored)
         return app.send_task(_name(task), args, kwargs, **options)
@@ -330,12 +240,15 @@ def _name(task: Task[..., Any] | str) -> str:
     return task if isinstance(task, str) else str(task.name)
 
 
-def _checked(task: Task[..., Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
+def _checked(
+    task: Task[..., Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """Check and convert the arguments as :meth:`celery.app.task.Task.apply_async` does before it sends."""
     if isinstance(task, str):
         return args, kwargs
     if task.typing:
-        task.__header__(*(args or ()), **(kwargs or {}))
+        check_arguments: Callable[..., object] = getattr(task, "__header__")  # noqa: B009 - not in celery-types
+        check_arguments(*(args or ()), **(kwargs or {}))
     dump = getattr(task, "_dump_pydantic_arguments", None)  # since Celery 5.7
     if dump is not None and (options.get("serializer") or task.serializer) != "pickle":
         args, kwargs = dump(args, kwargs)
@@ -352,7 +265,11 @@ def _arguments_decide(app: Celery, task: Task[..., Any] | str) -> bool:
 
 
 def _copier(
-    app: Celery, task: Task[..., Any] | str, first: Rendered, producer: CapturingProducer, options: Mapping[str, Any]
+    app: Celery,
+    task: Task[..., Any] | str,
+    first: Rendered,
+    producer: CapturingProducer,
+    options: Mapping[str, Any],
 ) -> Callable[[str, Any, Any], Rendered]:
     template = first.message
     embed = producer.content[2]
@@ -371,7 +288,7 @@ def _copier(
             raise TypeError("task args must be a list or tuple")
         if not isinstance(kwargs, Mapping):
             raise TypeError("task keyword arguments must be a mapping")
-        _, _, body = _serialize((args, kwargs, embed), serializer)
+        _, _, body = serialize((args, kwargs, embed), serializer)
         if compression:
             body, _ = compress(body, compression)
         headers = dict(template.headers)
@@ -434,30 +351,14 @@ def shown(value: Any, limit: int, levels: int = 3) -> str:
 def _shown_scalar(value: Any) -> str | None:
     kind = type(value)
     if kind is str:
-        return "'" + value.replace("'", "\\'") + "'"
+        text: str = value
+        return "'" + text.replace("'", "\\'") + "'"
     return str(value) if kind in (int, float, bool, type(None)) else None
-
-
-def _serialize(body: Any, serializer: str | None) -> tuple[str, str, bytes]:
-    try:
-        content_type, content_encoding, data = dumps(body, serializer)
-        if isinstance(data, str):
-            data = data.encode(content_encoding or "utf-8")
-    except Exception as exc:  # serializers are pluggable and raise what they like
-        raise InvalidTimer(f"The arguments cannot be serialized as {serializer or 'json'}: {exc}") from exc
-    return content_type, content_encoding, data
-
-
-def _storable(what: str, values: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return storable(values)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidTimer(f"The message {what} cannot be stored as JSON: {exc}") from exc
 
 
 def _instant(expires: Any) -> datetime | None:
     if expires is None:
         return None
     # Celery reads a naive expiry as UTC, whatever the app's zone.
-    instant: datetime = maybe_make_aware(maybe_iso8601(expires))
-    return instant.astimezone(timezone.utc)
+    instant = maybe_iso8601(expires)
+    return None if instant is None else maybe_make_aware(instant).astimezone(timezone.utc)
