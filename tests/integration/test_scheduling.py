@@ -39,7 +39,7 @@ def make_app(database_url: str, **settings: Any) -> Celery:
     app = Celery("proj", broker=f"redis://{NOWHERE}/0", backend=f"redis://{NOWHERE}/1", set_as_current=False)
     app.conf.update(durable_database_url=database_url, **settings)
 
-    @app.task(name="proj.add")
+    @app.task(name="proj.add", shared=False)
     def add(x: Any, y: Any = 0) -> Any:
         return x + y
 
