@@ -175,9 +175,7 @@ def _seconds(value: float) -> timedelta:
     try:
         return timedelta(seconds=value)
     except (ValueError, OverflowError):
-        raise InvalidSchedule(
-            f"interval {value!r} is not a number of seconds that a timedelta can hold"
-        ) from None
+        raise InvalidSchedule(f"interval {value!r} is not a number of seconds that a timedelta can hold") from None
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ _FIELDS = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
 
 def from_crontab(obj: crontab, tz: str | tzinfo) -> Crontab:
     """Celery's crontab by our time rule: its five sets, all of which must match."""
-    minute, hour, day_of_month, month_of_year, day_of_week = (
-        frozenset(getattr(obj, name)) for name in _FIELDS
-    )
+    minute, hour, day_of_month, month_of_year, day_of_week = (frozenset(getattr(obj, name)) for name in _FIELDS)
     text = " ".join(_texts(obj))
     return Crontab(minute, hour, day_of_month, month_of_year, day_of_week, text, tz)
 

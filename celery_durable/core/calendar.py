@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from functools import lru_cache
 
-from croniter import croniter  # type: ignore[import-untyped]  # ships no annotations
+from croniter import croniter
 
 from celery_durable.core.errors import RecurrenceError
 
@@ -60,9 +60,7 @@ class Days:
         # One half of an OR may be impossible ("0 0 31 2 0"): it would cost milliseconds in vain each time.
         self._searches = tuple(s for s in searches if _run(s, "get_next", _PROOF) is not None)
         if not self._searches:
-            raise RecurrenceError(
-                "names no date that ever comes: its day, month and weekday exclude each other"
-            )
+            raise RecurrenceError("names no date that ever comes: its day, month and weekday exclude each other")
         #: The first matching date that is not before the given one.
         self.first_from = lru_cache(2048)(self._first_from)
         #: The last matching date that is not after the given one.

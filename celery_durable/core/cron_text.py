@@ -111,9 +111,7 @@ def parse(text: str, name: str | None = None) -> CronText:
         raise RecurrenceError(f"cron text must be a string, not {text!r}")
     shown = text if len(text) <= 60 else text[:57] + "..."
     if len(text) > MAX_LENGTH:
-        raise RecurrenceError(
-            f"cron text {shown!r} has {len(text)} characters; at most {MAX_LENGTH} are read"
-        )
+        raise RecurrenceError(f"cron text {shown!r} has {len(text)} characters; at most {MAX_LENGTH} are read")
     stripped = text.strip(" \t\r\n")
     if stripped.startswith("@"):
         if stripped.lower() not in ALIASES:
@@ -151,8 +149,7 @@ def _refuse(item: str, field: Field, why: str) -> RecurrenceError:
 def _resolve(part: str, field: Field, name: str | None) -> str:
     """Replace the ``H`` items of a field by values that depend on the name and the field alone."""
     return ",".join(
-        _spread(item, match, field, name) if (match := _HASH.fullmatch(item)) else item
-        for item in part.split(",")
+        _spread(item, match, field, name) if (match := _HASH.fullmatch(item)) else item for item in part.split(",")
     )
 
 
@@ -236,9 +233,7 @@ def _numbers(item: str, lowered: str, field: Field) -> Iterator[int]:
 def _number(text: str, field: Field) -> int:
     value = field.names.get(text) if not text.isdigit() else int(text)
     if value is None:
-        raise _refuse(
-            text, field, f"is not one of {', '.join(field.names)}" if field.names else "is not a number"
-        )
+        raise _refuse(text, field, f"is not one of {', '.join(field.names)}" if field.names else "is not a number")
     if not field.low <= value <= field.top:
         raise _refuse(text, field, f"is outside {field.low}-{field.top}")
     return value

@@ -60,9 +60,7 @@ def to_utc(instant: datetime) -> datetime:
         RecurrenceError: It is naive.
     """
     if instant.utcoffset() is None:
-        raise RecurrenceError(
-            f"{instant!r} is naive: give an aware datetime, such as datetime.now(timezone.utc)"
-        )
+        raise RecurrenceError(f"{instant!r} is naive: give an aware datetime, such as datetime.now(timezone.utc)")
     return instant.astimezone(UTC)
 
 

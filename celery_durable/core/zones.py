@@ -35,7 +35,7 @@ class Zone:
     def __init__(self, tz: tzinfo) -> None:
         self.tz = tz
         #: The IANA name, or None for a zone that has none (a fixed offset, a zone read from a file).
-        self.name: str | None = "UTC" if tz is UTC else getattr(tz, "key", None)
+        self.name: str | None = "UTC" if tz is UTC else _checked(getattr(tz, "key", None))
         self._fixed = isinstance(tz, timezone)
         self._changes: dict[int, tuple[datetime, ...]] = {}
 
@@ -119,8 +119,8 @@ class Zone:
         found: list[datetime] = []
         if not 2 <= year <= 9997:  # the edges of datetime: no zone is defined there
             return found
-        low = datetime(year, 1, 1) - SECOND
-        end = datetime(year + 1, 1, 1) - SECOND
+        low = _new_year(year) - SECOND
+        end = _new_year(year + 1) - SECOND
         offset = self.offset(low)
         while low < end:
             high = min(low + _SCAN, end)
@@ -140,6 +140,18 @@ class Zone:
             else:
                 high = middle
         return high
+
+
+def _new_year(year: int) -> datetime:
+    return datetime(year, 1, 1, tzinfo=UTC).replace(tzinfo=None)
+
+
+def _checked(name: str | None) -> str | None:
+    """The name if it can be looked up: a zone read from a file may carry a made-up one (tzlocal's ``local``)."""
+    try:
+        return ZoneInfo(name).key if name else None
+    except (KeyError, ValueError, OSError):
+        return None
 
 
 def _utcoffset(local: datetime) -> timedelta:
