@@ -165,6 +165,7 @@ def _start(folder: Path) -> str:
         _admit(folder, user)
     if not (data / "PG_VERSION").exists():
         _initialise(folder)
+    _forget_zombie(data / "postmaster.pid")
     deadline = time.monotonic() + _PATIENCE
     while True:
         port, said = _free_port(), log.stat().st_size
@@ -174,10 +175,27 @@ def _start(folder: Path) -> str:
         if done.returncode == 0 and _answers(url, folder):
             return url
         # After a kill -9 of the postmaster its children hold the shared memory until they notice.
-        leftover = "pre-existing shared memory" in log.read_text(errors="replace")[said:]
-        if not leftover or time.monotonic() > deadline:
-            raise DatabaseUnavailable(f"The private PostgreSQL in {folder} does not start. Its log: {log}\n{done.stderr}")
+        news = log.read_text(errors="replace")[said:]
+        if "pre-existing shared memory" not in news or time.monotonic() > deadline:
+            raise DatabaseUnavailable(
+                f"The private PostgreSQL in {folder} does not start: {done.stderr}From its log, {log}:\n{news[-2000:]}"
+            )
         time.sleep(0.2)
+
+
+def _forget_zombie(pid_file: Path) -> None:
+    """Remove the pid file of a killed server that nobody has reaped.
+
+    In a container without an init its zombie stays, and PostgreSQL takes it for a
+    running server.  Its own check of the shared memory still guards the data.
+    """
+    try:
+        pid = pid_file.read_text().splitlines()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return
+    if state == "Z":
+        pid_file.unlink()
 
 
 def _initialise(folder: Path) -> None:
