@@ -28,6 +28,29 @@ replaced as (delete from {schema}.call c using gone where c.timer_id = gone.id a
 delete from {schema}.call c using gone where c.id = gone.id returning c.id
 """
 
+# Purpose: how everything ended.  Index: none: for a report over a small store.  Locks: none.
+TALLY = "select state, count(*) as number from {schema}.outcome group by state order by state"
+
+# Purpose: lateness of everything that was dispatched.  Index: none: as TALLY.  Locks: none.
+LATENESS = """
+select count(*) as number, coalesce(percentile_cont(0.5) within group (order by late), 0) as p50,
+       coalesce(percentile_cont(0.99) within group (order by late), 0) as p99
+from (select extract(epoch from dispatched_at - due_at)::float8 as late from {schema}.outcome
+      where dispatched_at is not null) o
+"""
+
+# Purpose: how many of these timers have ended.  Index: primary key.  Locks: none.
+NUMBER_ENDED = "select count(*) as number from {schema}.outcome where id = any(%(ids)s::uuid[])"
+
+# Purpose: ids that ended nowhere and wait nowhere: there must be none.  Index: primary keys.  Locks: none.
+UNACCOUNTED = """
+select c.timer_id as id from {schema}.call c
+where c.id = c.timer_id
+  and not exists (select from {schema}.outcome o where o.id = c.id)
+  and not exists (select from {schema}.timer t where t.id = c.id)
+  and not exists (select from {schema}.run r where r.id = c.id)
+"""
+
 
 def attempts(executor: Executor, timer_id: UUID) -> Sequence[Row]:
     """The ended and refused attempts of a timer, oldest first; a success stands in its outcome."""
@@ -37,3 +60,24 @@ def attempts(executor: Executor, timer_id: UUID) -> Sequence[Row]:
 def prune(executor: Executor, *, retention: float, page: int) -> int:
     """Delete one page of timers finished longer ago than `retention` seconds; returns how many."""
     return len(executor.fetch(PRUNE.replace("{page}", str(int(page))), {"retention": retention}))
+
+
+def tally(executor: Executor) -> dict[str, int]:
+    """How many timers ended in which state."""
+    return {row.state: row.number for row in executor.fetch(TALLY)}
+
+
+def lateness(executor: Executor) -> Row:
+    """``number``, ``p50`` and ``p99`` (seconds) of all dispatches in the history."""
+    return executor.fetch(LATENESS)[0]
+
+
+def number_ended(executor: Executor, ids: Sequence[UUID]) -> int:
+    """How many of these timers have ended."""
+    number: int = executor.fetch(NUMBER_ENDED, {"ids": [str(each) for each in ids]})[0].number
+    return number
+
+
+def unaccounted(executor: Executor) -> list[UUID]:
+    """Timers that are nowhere: always none, which a test or the demo may check."""
+    return [row.id for row in executor.fetch(UNACCOUNTED)]
