@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _NOW = timedelta(0)
 
 
-def find_all(*, task: str | None = None, replayed: bool = False, limit: int = 100, app: Celery | None = None) -> Sequence[Row]:
+def find_all(
+    *, task: str | None = None, replayed: bool = False, limit: int = 100, app: Celery | None = None
+) -> Sequence[Row]:
     """The newest dead letters.
 
     Arguments:
@@ -124,5 +126,3 @@ def _id(executor: Executor, identity: UUID | str) -> UUID | None:
 
 def _database(app: Celery | None) -> Database:
     return Database.of(app or present_app())
-
-

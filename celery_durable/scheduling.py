@@ -125,9 +125,7 @@ def _replace(executor: Executor, app: Celery, timer: timers.NewTimer) -> Timer |
     done = timers.replace(executor, fresh)
     if done is None:
         return None
-    return Timer(
-        app, id=done[0], task=timer.task, task_id=holder.task_id, key=timer.key, due_at=done[1], created=False
-    )
+    return Timer(app, id=done[0], task=timer.task, task_id=holder.task_id, key=timer.key, due_at=done[1], created=False)
 
 
 def apply_many(
@@ -223,7 +221,9 @@ def _bulk_rows(
 
 def _item(number: int, item: Sequence[Any]) -> tuple[Any, Any, Any, str | None]:
     if isinstance(item, (str, bytes)) or not isinstance(item, Sequence) or not 1 <= len(item) <= 4:
-        raise InvalidTimer(f"Item {number} = {item!r}: it must be (when, args, kwargs, key), of which all but when may be left out.")
+        raise InvalidTimer(
+            f"Item {number} = {item!r}: it must be (when, args, kwargs, key); all but when may be left out."
+        )
     when, args, kwargs, key = (*item, None, None, None)[:4]
     return when, args, kwargs, key
 
@@ -246,7 +246,9 @@ def _store_page(
         holder = None if due_at is not None else _holder(executor, each)
         if holder is not None and holder.id != each.id:
             if on_conflict == "error":
-                raise KeyConflict(f"The key {each.key!r} is held by timer {holder.id}, {holder.state}; nothing was stored.")
+                raise KeyConflict(
+                    f"The key {each.key!r} is held by timer {holder.id}, {holder.state}; nothing was stored."
+                )
             made.append(Timer.of(app, holder))
             continue
         key = each.key or str(each.id)

@@ -176,10 +176,26 @@ def test_unserialisable_arguments(add: Any, outside: psycopg.Connection[Any], ap
         ((1,), {"durable": True}, InvalidTimer),
         ((1,), {"connection": object()}, TypeError),
     ],
-    ids=["signature", "size", "eta", "expires", "empty", "nul", "surrogate", "long", "conflict", "durable", "connection"],
+    ids=[
+        "signature",
+        "size",
+        "eta",
+        "expires",
+        "empty",
+        "nul",
+        "surrogate",
+        "long",
+        "conflict",
+        "durable",
+        "connection",
+    ],
 )
 def test_bad_input_stores_nothing(
-    add: Any, outside: psycopg.Connection[Any], arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception]
+    add: Any,
+    outside: psycopg.Connection[Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    error: type[Exception],
 ) -> None:
     with pytest.raises(error):
         apply_at(add, HOUR, arguments, **options)
@@ -385,9 +401,15 @@ def test_argument_types_survive(app: Celery, add: Any) -> None:
         Decimal("1.50"),
     ]  # fmt: skip
     timer = apply_at(add, HOUR, (values,))
-    body = Database.of(app).run(
-        lambda executor: executor.fetch("select body from {schema}.call where id = %(id)s::uuid", {"id": str(timer.id)})
-    )[0].body
+    body = (
+        Database.of(app)
+        .run(
+            lambda executor: executor.fetch(
+                "select body from {schema}.call where id = %(id)s::uuid", {"id": str(timer.id)}
+            )
+        )[0]
+        .body
+    )
     assert kombu_json.loads(bytes(body).decode())[0] == json_round_trip([values])
     assert json.loads(bytes(body).decode())[1] == {}
 

@@ -83,10 +83,14 @@ class CeleryTestWorker(CeleryNode):
 
     ready_line = " ready."
 
-    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None = None, concurrency: int = 2) -> None:
+    def __init__(
+        self, module: str, *arguments: str, env: Mapping[str, str] | None = None, concurrency: int = 2
+    ) -> None:
         given = arguments or ("-P", "prefork")
         super().__init__(
-            module, ("worker", "-l", "INFO", "-c", str(concurrency), "--without-gossip", "--without-mingle", *given), env
+            module,
+            ("worker", "-l", "INFO", "-c", str(concurrency), "--without-gossip", "--without-mingle", *given),
+            env,
         )
 
     def children(self) -> list[int]:
