@@ -50,9 +50,7 @@ group by state
 
 def seen(executor: Executor, beat_id: UUID, *, node: str, pid: int, version: str, dispatched: int) -> None:
     """Note that a beat is alive, and how many timers it dispatched since it last said so."""
-    executor.fetch(
-        SEEN, {"id": str(beat_id), "node": node, "pid": pid, "version": version, "dispatched": dispatched}
-    )
+    executor.fetch(SEEN, {"id": str(beat_id), "node": node, "pid": pid, "version": version, "dispatched": dispatched})
 
 
 def forget_silent(executor: Executor) -> None:

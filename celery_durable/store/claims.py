@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from uuid import UUID
 
 from celery_durable.store.executor import Executor, Row
@@ -43,7 +43,8 @@ _MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.he
 # Purpose: take a page of due timers out of waiting; those past `expires` end here.  Index: timer_wake, one range
 # between watermark and now, then primary keys.  Locks: the page's rows, skipping others' locks.
 # Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
-# the text because a generic plan for a parameter would scan the whole table.
+# the text because a generic plan for a parameter would scan the whole table.  Instants become numbers before they are
+# subtracted: a row written by plain SQL may say `infinity`, which Postgres 16 and older refuse to subtract.
 CLAIM = """
 with due as materialized (
     select id from {schema}.timer
@@ -65,7 +66,7 @@ moved as (
     returning id, call_id, fence, expires_at)
 select g.id, g.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
        extract(epoch from g.wake_at)::float8 as wake_at,
-       extract(epoch from m.expires_at - {schema}.clock())::float8 as expires_in, {message}
+       extract(epoch from m.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}
 from gone g left join moved m on m.id = g.id left join {schema}.call c on c.id = g.call_id and m.id is not null
 order by g.wake_at
 """.replace("{message}", _MESSAGE)
@@ -86,14 +87,16 @@ again as (
     returning r.id, r.call_id, r.fence, r.due_at, r.expires_at)
 select a.id, a.call_id, a.fence, extract(epoch from a.due_at)::float8 as due_at,
        extract(epoch from a.due_at)::float8 as wake_at,
-       extract(epoch from a.expires_at - {schema}.clock())::float8 as expires_in, {message}
+       extract(epoch from a.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}
 from again a join {schema}.call c on c.id = a.call_id order by a.due_at
 """.replace("{message}", _MESSAGE)
 
-# Purpose: how long until something is due.  Index: timer_wake, its first entry at or after the watermark.  Locks: none.
+# Purpose: when the next timer is due, and what the time is.  Index: timer_wake, its first entry at or after the
+# watermark.  Locks: none.
 NEXT = """
-select extract(epoch from wake_at - {schema}.clock())::float8 as seconds from {schema}.timer
-where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz order by wake_at limit 1
+select extract(epoch from {schema}.clock())::float8 as now,
+       (select extract(epoch from wake_at)::float8 from {schema}.timer
+        where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz order by wake_at limit 1) as wake_at
 """
 
 # Purpose: the shards there are and the database's time.  Index: none (one row).  Locks: none.
@@ -112,7 +115,7 @@ set state = 'dispatched', dispatched_at = coalesce(r.dispatched_at, {schema}.clo
     dispatches = r.dispatches + 1
 from unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
 where r.id = u.id and r.fence = u.fence and r.state = 'claimed'
-returning r.id, extract(epoch from r.dispatched_at - r.due_at)::float8 as lateness
+returning r.id, extract(epoch from r.dispatched_at)::float8 - extract(epoch from r.due_at)::float8 as lateness
 """
 
 # Purpose: plain tasks end as sent.  Index: primary key.  Locks: the rows.  Fence: named, as above.
@@ -122,7 +125,7 @@ with gone as (
     where r.id = u.id and r.fence = u.fence and r.state = 'claimed' returning r.*)
 insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state)
 select id, call_id, due_at, {schema}.clock(), fence, attempt, 'sent' from gone
-returning id, extract(epoch from dispatched_at - due_at)::float8 as lateness
+returning id, extract(epoch from dispatched_at)::float8 - extract(epoch from due_at)::float8 as lateness
 """
 
 # Purpose: let go of claims that were not published, to be tried again after a pause.  Index: primary key.
@@ -145,7 +148,9 @@ select id, call_id, attempt, 'undispatchable', %(error_type)s::text, %(error)s::
 """
 
 
-def claim(executor: Executor, *, shard: int, watermark: float | str, page: int, timeout: float) -> tuple[list[Claim], int]:
+def claim(
+    executor: Executor, *, shard: int, watermark: float | str, page: int, timeout: float
+) -> tuple[list[Claim], int]:
     """Claim due timers of one shard in the order of their wake time.
 
     Arguments:
@@ -158,9 +163,9 @@ def claim(executor: Executor, *, shard: int, watermark: float | str, page: int, 
     Returns:
         The claims to publish, and how many rows the page held (those that expired among them).
     """
-    bound = watermark if isinstance(watermark, str) else datetime.fromtimestamp(watermark).astimezone()
     rows = executor.fetch(
-        CLAIM.replace("{page}", str(int(page))), {"shard": shard, "watermark": bound, "timeout": timeout}
+        CLAIM.replace("{page}", str(int(page))),
+        {"shard": shard, "watermark": _instant(watermark), "timeout": timeout},
     )
     return [_claim(row) for row in rows if row.fence is not None], len(rows)
 
@@ -179,11 +184,22 @@ def _claim(row: Row) -> Claim:
     )  # fmt: skip
 
 
-def next_due(executor: Executor, *, shard: int, watermark: float | str) -> float | None:
-    """Seconds until the next timer of the shard is due (negative: overdue); None when none waits."""
-    bound = watermark if isinstance(watermark, str) else datetime.fromtimestamp(watermark).astimezone()
-    rows = executor.fetch(NEXT, {"shard": shard, "watermark": bound})
-    return rows[0].seconds if rows else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """When a shard has work next, in epoch seconds of the database's clock."""
+
+    now: float
+    wake_at: float | None
+
+
+def next_due(executor: Executor, *, shard: int, watermark: float | str) -> Outlook:
+    """When the next timer of the shard is due (in the past: overdue); `wake_at` None when none waits."""
+    row = executor.fetch(NEXT, {"shard": shard, "watermark": _instant(watermark)})[0]
+    return Outlook(now=row.now, wake_at=row.wake_at)
+
+
+def _instant(watermark: float | str) -> datetime | str:
+    return watermark if isinstance(watermark, str) else datetime.fromtimestamp(watermark, timezone.utc)
 
 
 def shards(executor: Executor) -> tuple[int, float]:

@@ -15,9 +15,10 @@ LOOK = 20_000
 FIRST = UUID(int=0)
 
 # Purpose: a stretch of `run`, with what in it needs attention.  Index: primary key, one range.  Locks: none.
+# Long runs with a live renewal are left out here already, or a page of them would hide the lost ones.
 LOOK_AT = """
 with stretch as materialized (
-    select id, state, deadline, expires_at, dispatched_at from {schema}.run where id > %(after)s::uuid
+    select id, fence, state, deadline, expires_at, dispatched_at from {schema}.run where id > %(after)s::uuid
     order by id limit {look})
 select (select count(*) from stretch) as seen, (select id from stretch order by id desc limit 1) as last,
        array(select id from stretch where state in ('claimed', 'dispatched') and deadline <= {schema}.clock()
@@ -25,6 +26,8 @@ select (select count(*) from stretch) as seen, (select id from stretch order by 
              and (state = 'claimed' or dispatched_at > {schema}.clock() - %(grace)s::float8 * interval '1 second')
              order by deadline limit {page}) as forgotten,
        array(select id from stretch where state in ('running', 'finishing') and deadline <= {schema}.clock()
+             and not exists (select from {schema}.renewal n where n.id = stretch.id and n.fence = stretch.fence
+                             and n.until > {schema}.clock())
              order by deadline limit {page}) as silent,
        array(select id from stretch where state in ('claimed', 'dispatched') and expires_at <= {schema}.clock()
              limit {page}) as expired,

@@ -31,7 +31,9 @@ def verify(database: Database, app_name: str | None) -> None:
     values = {row.name: json.loads(row.value) for row in database.run(lambda executor: executor.fetch(READ))}
     major = values.get("schema_major")
     if major != SCHEMA_MAJOR:
-        mend = f"Run: {MIGRATE}" if not isinstance(major, int) or major < SCHEMA_MAJOR else "Upgrade celery-durable here."
+        mend = (
+            f"Run: {MIGRATE}" if not isinstance(major, int) or major < SCHEMA_MAJOR else "Upgrade celery-durable here."
+        )
         raise SchemaMismatch(
             f"Schema {database.schema!r} is of major version {major}, this code needs {SCHEMA_MAJOR}. {mend}"
         )
@@ -47,4 +49,3 @@ def claim_for(executor: Executor, app_name: str | None) -> None:
     """Write down the owning app, if it has a name and none is written yet."""
     if app_name:
         executor.fetch(CLAIM_FOR, {"app": app_name})
-

@@ -6,7 +6,6 @@ back means the lease is no longer ours: nothing was changed, nothing is retried.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -181,10 +180,13 @@ from gone returning id
 """
 
 # Purpose: the record that a holder whose lease was replaced tried to change something.  Index: none.  Locks: none.
-REFUSED = _ATTEMPT + """
+REFUSED = (
+    _ATTEMPT
+    + """
 values (%(id)s::uuid, %(fence)s, null, %(attempt)s, 'refused', %(worker)s::text, null, %(error_type)s::text,
         %(error)s::text, %(traceback)s::text)
 """
+)
 
 # Purpose: a changed message of a timer in motion.  Index: none.  Locks: none.
 NEW_MESSAGE = """

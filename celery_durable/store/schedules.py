@@ -39,8 +39,14 @@ class StoredSchedule:
     fault: str | None = None
 
 
-_COLUMNS = """name, task, kind, text, tz, anchor, args::text as args, kwargs::text as kwargs, options::text as options,
-    policy::text as policy, owner, fingerprint, enabled, cursor, next_at, fired, last_fired_at, fault"""
+# Instants are held to what a datetime can say: a row edited by plain SQL may say `infinity`.
+_COLUMNS = """name, task, kind, text, tz, {anchor}, args::text as args, kwargs::text as kwargs, options::text as options,
+    policy::text as policy, owner, fingerprint, enabled, {cursor}, {next_at}, fired, {last_fired_at}, fault"""
+for _name in ("anchor", "cursor", "next_at", "last_fired_at"):
+    _held = (
+        f"case when {_name} is not null then least(greatest({_name}, '0002-01-01+00'), '9998-01-01+00') end as {_name}"
+    )
+    _COLUMNS = _COLUMNS.replace("{" + _name + "}", _held)
 
 # Purpose: the schedules with something due.  Index: schedule_next, one range.  Locks: the page's rows until the
 # occurrence's timer and the cursor commit together, skipping others': two beats cannot make one occurrence twice.
@@ -53,7 +59,8 @@ order by next_at limit {page} for update skip locked
 
 # Purpose: how long until an occurrence is due.  Index: schedule_next, its first entry.  Locks: none.
 NEXT = """
-select extract(epoch from min(next_at) - {schema}.clock())::float8 as seconds from {schema}.schedule
+select extract(epoch from min(next_at))::float8 - extract(epoch from {schema}.clock())::float8 as seconds
+from {schema}.schedule
 where enabled and (kind <> 'code' or name = any(%(known)s::text[]))
 """
 
@@ -72,7 +79,7 @@ LOCK = """select {columns} from {schema}.schedule where name = %(name)s for upda
 
 NOW = "select {schema}.clock() as now"
 
-# Purpose: write a definition.  Index: primary key.  Locks: the row.
+# Purpose: write a definition.  Index: primary key.  Locks: the row.  Tells the beats to look at the schedules again.
 PUT = """
 insert into {schema}.schedule as s (name, task, kind, text, tz, anchor, args, kwargs, options, policy, owner, fingerprint,
                                     enabled, cursor, next_at)
@@ -85,13 +92,22 @@ on conflict (name) do update set
     fingerprint = excluded.fingerprint, enabled = excluded.enabled, cursor = excluded.cursor,
     next_at = excluded.next_at, fault = null, updated_at = {schema}.clock()
 where s.owner = excluded.owner
-returning s.name
+returning s.name, pg_notify(trim(both '"' from '{schema}'), 'schedule')::text
 """
 
 # Purpose: definitions that left the code stop, and keep their history.  Index: none: run once at start.  Locks: the rows.
 DISABLE_VANISHED = """
 update {schema}.schedule set enabled = false, updated_at = {schema}.clock()
 where owner = 'code' and enabled and not name = any(%(names)s::text[]) returning name
+"""
+
+# Purpose: a definition that cannot be used is set aside for a while, so that the others go on.  Index: primary key.
+# Locks: the row, held by DUE already.
+FAULT = """
+with old as (select name, fault from {schema}.schedule where name = %(name)s for update)
+update {schema}.schedule s
+set fault = %(fault)s, next_at = {schema}.clock() + %(pause)s::float8 * interval '1 second'
+from old where s.name = old.name returning old.fault is distinct from s.fault as news
 """
 
 LIST = """select {columns} from {schema}.schedule where name > %(after)s order by name limit {page}"""
@@ -123,7 +139,13 @@ def next_due(executor: Executor, *, known: Sequence[str]) -> float | None:
 
 
 def advance(
-    executor: Executor, name: str, *, cursor: datetime, next_at: datetime | None, fired: int = 0, fault: str | None = None
+    executor: Executor,
+    name: str,
+    *,
+    cursor: datetime,
+    next_at: datetime | None,
+    fired: int = 0,
+    fault: str | None = None,
 ) -> None:
     """Move the cursor of a schedule, in the transaction that stores the occurrence's timer."""
     executor.fetch(ADVANCE, {"name": name, "cursor": cursor, "next_at": next_at, "fired": fired, "fault": fault})
@@ -162,6 +184,26 @@ def put(executor: Executor, schedule: StoredSchedule) -> bool:
 def disable_vanished(executor: Executor, names: Sequence[str]) -> list[str]:
     """Disable the code-owned schedules that are not among `names`; returns which."""
     return [row.name for row in executor.fetch(DISABLE_VANISHED, {"names": list(names)})]
+
+
+def begin_sync(executor: Executor) -> datetime:
+    """Let one process at a time write the definitions of its code, until the transaction ends.
+
+    Returns:
+        The database's time, read once the others are done.
+    """
+    executor.fetch("select pg_advisory_xact_lock(hashtext('celery-durable schedules {schema}'))")
+    return now(executor)
+
+
+def set_fault(executor: Executor, name: str, fault: str, *, pause: float) -> bool:
+    """Write down why a schedule cannot come due, and try it again after `pause` seconds.
+
+    Returns:
+        False when the same was written down before.
+    """
+    clean = fault.replace("\x00", "\\0")[:2000].encode("utf-8", "backslashreplace").decode()
+    return bool(executor.fetch(FAULT, {"name": name, "fault": clean, "pause": pause})[0].news)
 
 
 def page_of(executor: Executor, *, after: str = "", page: int = 500) -> list[StoredSchedule]:

@@ -244,7 +244,9 @@ def replace(executor: Executor, timer: NewTimer) -> tuple[UUID, datetime] | None
 
 
 def insert_many(
-    executor: Executor, template: NewTimer, items: Sequence[tuple[UUID, str | None, bytes, str, str, datetime | None, float | None]]
+    executor: Executor,
+    template: NewTimer,
+    items: Sequence[tuple[UUID, str | None, bytes, str, str, datetime | None, float | None]],
 ) -> dict[UUID, datetime]:
     """Store one page of timers that differ in id, key, body, headers, properties and due time only.
 

@@ -58,7 +58,9 @@ def upgrade(database: Database, *, app_name: str | None = None) -> str:
     """
     config = config_for(database)
     with translated(), create_engine(database.url, poolclass=NullPool).connect() as connection:
-        connection.exec_driver_sql("select pg_advisory_lock(hashtext(%(name)s))", {"name": f"migrate {database.schema}"})
+        connection.exec_driver_sql(
+            "select pg_advisory_lock(hashtext(%(name)s))", {"name": f"migrate {database.schema}"}
+        )
         _refuse_newer(current(database), database)
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
