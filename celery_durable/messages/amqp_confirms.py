@@ -228,9 +228,7 @@ class ConfirmingPublisher:
 
     def _on_nack(self, tag: int, multiple: bool) -> None:
         if self._page is not None:
-            self._page.answer(
-                tag, multiple, Outcome.RETURNED, "RabbitMQ rejected it: the queue is full or failed"
-            )
+            self._page.answer(tag, multiple, Outcome.RETURNED, "RabbitMQ rejected it: the queue is full or failed")
 
     def _on_return(self, exc: Any, exchange: str, routing_key: str, message: Any) -> None:
         if self._page is None:
@@ -269,9 +267,7 @@ class _Content(AMQPMessage):
         )
         self.packed: bytes = super()._serialize_properties()  # type: ignore[misc]  # not in the stubs
         if len(self.packed) > limit:
-            raise ValueError(
-                f"the headers take {len(self.packed)} bytes, but a frame of this broker only {limit}"
-            )
+            raise ValueError(f"the headers take {len(self.packed)} bytes, but a frame of this broker only {limit}")
         self.arguments: bytes = dumps("Bssbb", (0, message.exchange, message.routing_key, True, False))
 
     def _serialize_properties(self) -> bytes:
@@ -336,5 +332,5 @@ class _Page:
     def deliveries(self) -> list[Delivery]:
         return [
             known or Delivery(each.timer_id, Outcome.UNCERTAIN, "not sent")
-            for known, each in zip(self._known, self.outgoing)
+            for known, each in zip(self._known, self.outgoing, strict=True)
         ]

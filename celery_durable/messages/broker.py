@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from amqp.exceptions import FrameSyntaxError
 from kombu import Connection, Queue
 from kombu.exceptions import SerializationError
 from kombu.transport.pyamqp import Transport as AMQPTransport
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
 GRACE = 0.2
 
 #: What client libraries raise for a message that they cannot write down.
-UNENCODABLE = (TypeError, ValueError, OverflowError, struct.error, SerializationError, RecursionError)
+UNENCODABLE = (
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+    SerializationError,
+    FrameSyntaxError,
+)
 
 
 class Broker:
@@ -93,9 +102,7 @@ class Broker:
             raise BrokerUnavailable("the publisher is closed")
         if self._connection is not None:
             return self._connection
-        connection = self._app.connection_for_write(
-            connect_timeout=self.timeout / 2, transport_options=self._limits()
-        )
+        connection = self._app.connection_for_write(connect_timeout=self.timeout / 2, transport_options=self._limits())
         self._connection = connection
         try:
             # Each host once, none twice, and no sleep between: waiting is the caller's business.
@@ -141,7 +148,9 @@ class Broker:
     def cut(self) -> None:
         """Shut the sockets down: every wait on them ends.  Takes no lock, allocates little."""
         for each in self._sockets():
-            with suppress(OSError, AttributeError):
+            if each is None:
+                continue
+            with suppress(OSError):
                 # Not each.shutdown(): a TLS socket would drop its state under the thread that reads it.
                 socket.socket.shutdown(each, socket.SHUT_RDWR)
 

@@ -85,9 +85,7 @@ class CapturingProducer:
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
         properties["priority"] = priority
-        properties["delivery_mode"] = maybe_delivery_mode(
-            delivery_mode or getattr(exchange, "delivery_mode", None)
-        )
+        properties["delivery_mode"] = maybe_delivery_mode(delivery_mode or getattr(exchange, "delivery_mode", None))
         if not all(type(value) in _PLAIN for value in properties.values()):
             properties = _storable("properties", properties)
         self.content = body

@@ -38,7 +38,7 @@ class TaskSent:
 
     def send(self, producer: Any, outgoing: Sequence[Outgoing], deliveries: Sequence[Delivery]) -> None:
         """Publish the event of each confirmed message with `producer`."""
-        for each, delivery in zip(outgoing, deliveries):
+        for each, delivery in zip(outgoing, deliveries, strict=True):
             if delivery.outcome is not Outcome.CONFIRMED:
                 continue
             message = each.message

@@ -203,9 +203,7 @@ def _render(
     result = _call(app, task, args, kwargs, given)
     message = producer.message
     if message is None:
-        raise InvalidTimer(
-            f"apply_async of {_name(task)} did not publish anything, so there is nothing to store."
-        )
+        raise InvalidTimer(f"apply_async of {_name(task)} did not publish anything, so there is nothing to store.")
     if isinstance(result, AsyncResult):
         result.ignored = ignore_result
     return (
@@ -240,9 +238,7 @@ def _name(task: Task[..., Any] | str) -> str:
     return task if isinstance(task, str) else str(task.name)
 
 
-def _checked(
-    task: Task[..., Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]
-) -> tuple[Any, Any]:
+def _checked(task: Task[..., Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Check and convert the arguments as :meth:`celery.app.task.Task.apply_async` does before it sends."""
     if isinstance(task, str):
         return args, kwargs

@@ -124,7 +124,9 @@ SIGNATURES: dict[str, Callable[[Celery], dict[str, Any]]] = {
             "deep": {"id": [uuid.UUID(int=7), Decimal("1.10")], "raw": b"\xff\x00"},
         }
     },
-    "text headers": lambda app: {"headers": {"nul": "a\x00b", "日本": "é e\u0301 👩\u200d👩\u200d👧", "half": "\ud800"}},
+    "text headers": lambda app: {
+        "headers": {"nul": "a\x00b", "日本": "é e\u0301 👩\u200d👩\u200d👧", "half": "\ud800"}
+    },
     "priority": lambda app: {"priority": 7},
     "no priority": lambda app: {"priority": None},
     "expires in": lambda app: {"expires": datetime.now(timezone.utc) + timedelta(hours=1)},
@@ -151,9 +153,7 @@ SIGNATURES: dict[str, Callable[[Celery], dict[str, Any]]] = {
 def test_published_later_equals_published_now(app: Celery, which: str, task: str) -> None:
     """C89: headers, priority, root id and the like are those of a direct call."""
     options = {"task_id": "id-1", **SIGNATURES[which](app)}
-    direct, stored = direct_and_stored(
-        app, task, (1, "zwei"), {"y": 3} if task == "unknown.task" else {}, options
-    )
+    direct, stored = direct_and_stored(app, task, (1, "zwei"), {"y": 3} if task == "unknown.task" else {}, options)
     assert stored == direct
 
 
@@ -200,9 +200,7 @@ def test_argument_types_survive_as_in_a_direct_call(app: Celery, value: Any) -> 
     assert stored == direct
 
 
-@pytest.mark.parametrize(
-    "text", ["漢字", "مرحبا", "👩\u200d👩\u200d👧\u200d👦", "é", "e\u0301", "a\x00b", "\ud800"]
-)
+@pytest.mark.parametrize("text", ["漢字", "مرحبا", "👩\u200d👩\u200d👧\u200d👦", "é", "e\u0301", "a\x00b", "\ud800"])
 def test_texts_of_any_script(app: Celery, text: str) -> None:
     """C101: arguments round-trip byte-equal, composed and decomposed forms stay different."""
     direct, stored = direct_and_stored(app, "calls.add", (text,), {"y": {text: text}}, {"task_id": "i"})
@@ -213,9 +211,7 @@ class Model:
     """Stands for an ORM object."""
 
 
-@pytest.mark.parametrize(
-    "value", [object(), Model(), lambda: None, {1j}], ids=["object", "orm", "lambda", "set"]
-)
+@pytest.mark.parametrize("value", [object(), Model(), lambda: None, {1j}], ids=["object", "orm", "lambda", "set"])
 def test_unserializable_arguments_are_refused_at_the_call(app: Celery, value: Any) -> None:
     """C98: what a plain call refuses raises at the call, as a ValueError that names the cause."""
     task = app.tasks["calls.add"]
@@ -240,9 +236,7 @@ def test_unknown_codecs_are_refused(app: Celery, options: dict[str, Any]) -> Non
         render(app, "calls.add", (1,), options=options)
 
 
-@pytest.mark.parametrize(
-    "header", [float("nan"), float("inf"), object(), {"__type__": "nobody", "__value__": 1}]
-)
+@pytest.mark.parametrize("header", [float("nan"), float("inf"), object(), {"__type__": "nobody", "__value__": 1}])
 def test_headers_that_json_cannot_carry_are_refused(app: Celery, header: Any) -> None:
     with pytest.raises(InvalidTimer, match="headers cannot be stored"):
         render(app, "calls.add", (1,), options={"headers": {"x": header}})
@@ -259,9 +253,7 @@ def test_arguments_that_do_not_fit_are_refused_as_celery_does(app: Celery) -> No
 def test_eta_has_no_place_in_a_stored_call(app: Celery, option: dict[str, Any]) -> None:
     with pytest.raises(InvalidTimer, match="the timer itself says when"):
         render(app, "calls.add", (1,), options=option)
-    assert (
-        render(app, "calls.add", (1,), options={"eta": None, "countdown": 0}).message.headers["eta"] is None
-    )
+    assert render(app, "calls.add", (1,), options={"eta": None, "countdown": 0}).message.headers["eta"] is None
 
 
 def test_protocol_1_is_refused(app: Celery) -> None:
@@ -272,9 +264,7 @@ def test_protocol_1_is_refused(app: Celery) -> None:
 
 def test_nothing_is_contacted(app: Celery) -> None:
     """Neither broker nor result backend: both point to a closed port."""
-    lonely = Celery(
-        "lonely", broker="amqp://127.0.0.1:1//", backend="redis://127.0.0.1:1/0", set_as_current=False
-    )
+    lonely = Celery("lonely", broker="amqp://127.0.0.1:1//", backend="redis://127.0.0.1:1/0", set_as_current=False)
     lonely.conf.task_send_sent_event = True
     lonely.conf.task_queues = [Queue("big", queue_arguments={"x-queue-type": "quorum"})]
     lonely.conf.task_default_queue = "big"
@@ -352,9 +342,7 @@ def test_always_eager_renders_and_does_not_run(app: Celery, task: str) -> None:
 def test_expiry_becomes_an_instant(app: Celery) -> None:
     now = datetime.now(timezone.utc)
     in_an_hour = render(app, "calls.add", (1,), options={"expires": 3600}).expires_at
-    assert in_an_hour is not None and timedelta(0) <= in_an_hour - now - timedelta(hours=1) < timedelta(
-        minutes=1
-    )
+    assert in_an_hour is not None and timedelta(0) <= in_an_hour - now - timedelta(hours=1) < timedelta(minutes=1)
     naive = render(app, "calls.add", (1,), options={"expires": datetime(2090, 1, 1, 12)}).expires_at
     assert naive == datetime(2090, 1, 1, 12, tzinfo=timezone.utc)
     text = render(app, "calls.add", (1,), options={"expires": "2090-01-01T12:00:00+02:00"}).expires_at
@@ -382,9 +370,7 @@ def test_many_equal_one_by_one(app: Celery) -> None:
     for task in ("calls.add", "unknown.task"):
         many = list(render_many(app, task, calls, options, headers={"durable_leased": False}))
         single = [
-            render(
-                app, task, args, kwargs, {**options, "task_id": task_id}, headers={"durable_leased": False}
-            )
+            render(app, task, args, kwargs, {**options, "task_id": task_id}, headers={"durable_leased": False})
             for task_id, args, kwargs in calls
         ]
         assert many == single
@@ -399,9 +385,7 @@ def test_many_ids_are_made_and_ids_in_options_left_out(app: Celery) -> None:
 
 
 def test_a_router_function_sees_the_arguments_of_each_call(app: Celery) -> None:
-    def by_size(
-        name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **_: Any
-    ) -> dict[str, str]:
+    def by_size(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **_: Any) -> dict[str, str]:
         return {"queue": f"size-{args[0]}"}
 
     app.conf.task_routes = (by_size,)
@@ -433,19 +417,11 @@ def test_the_short_way_of_argument_texts_is_celerys(value: Any, limit: int) -> N
 
 
 TYPED = (
-    st.datetimes()
-    | st.dates()
-    | st.uuids()
-    | st.decimals(allow_nan=False)
-    | st.binary()
-    | st.integers()
-    | st.text()
+    st.datetimes() | st.dates() | st.uuids() | st.decimals(allow_nan=False) | st.binary() | st.integers() | st.text()
 )
 
 
-@given(
-    st.dictionaries(st.text(), st.recursive(TYPED, lambda inner: st.lists(inner, max_size=3), max_leaves=5))
-)
+@given(st.dictionaries(st.text(), st.recursive(TYPED, lambda inner: st.lists(inner, max_size=3), max_leaves=5)))
 def test_typed_headers_survive_json(headers: dict[str, Any]) -> None:
     assert revive(json.loads(json.dumps(storable(headers)))) == headers
 
