@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Exchange, Producer, Queue
 
 from celery_durable.messages.amqp_confirms import ConfirmingPublisher
 from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing, Publisher
@@ -122,7 +122,12 @@ def queue(url: str, request: pytest.FixtureRequest) -> str:
 
 def test_the_fitting_publisher(url: str, make: Any) -> None:
     _, publisher = make(url)
-    assert type(publisher) is (ConfirmingPublisher if url.startswith(("amqp", "pyamqp")) else RedisBatchPublisher)
+    if url.startswith("amqp"):
+        fitting: type = ConfirmingPublisher
+    else:
+        # Pipelines came with Kombu 5.7.
+        fitting = RedisBatchPublisher if hasattr(Producer, "batch") else OneByOnePublisher
+    assert type(publisher) is fitting
     assert publisher.publish([]) == []
 
 
