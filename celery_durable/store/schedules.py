@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from celery_durable.errors import InvalidSchedule
 from celery_durable.store.executor import Executor, Row
 from celery_durable.store.timers import utc
 
 #: Definitions that only the program knows (third-party schedule classes, lazy arguments).
 CODE_KIND = "code"
+
+#: Longest name in bytes: with a nominal time it becomes an idempotency key.
+MAX_NAME = 800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,22 @@ select %(schedule)s, nominal, %(reason)s from unnest(%(nominals)s::timestamptz[]
 
 def _sql(statement: str, page: int = 1) -> str:
     return statement.replace("{columns}", _COLUMNS).replace("{page}", str(int(page)))
+
+
+def check_name(name: object) -> None:
+    """Refuse what cannot be the name of a schedule.
+
+    Raises:
+        InvalidSchedule: it is empty, no text, too long, or not storable.
+    """
+    if not isinstance(name, str) or not name or "\x00" in name:
+        raise InvalidSchedule(f"The name {name!r} must be text, not empty, without NUL.")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise InvalidSchedule(f"The name {name!r} holds a lone surrogate, which is no character.") from None
+    if size > MAX_NAME:
+        raise InvalidSchedule(f"The name of {size:,} bytes is too long: at most {MAX_NAME:,}.")
 
 
 def due(executor: Executor, *, known: Sequence[str], page: int) -> list[StoredSchedule]:

@@ -1,0 +1,197 @@
+"""What one beat does, turn by turn: connect, settle occurrences, dispatch, sweep, sleep.
+
+Nothing that goes wrong with Postgres or the broker ends a beat.  It says once
+that one of them is away, tries again with growing pauses of at most five
+seconds, and says when it is back.  Only a schema that this code cannot work
+on ends it, because waiting would not mend that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from random import random
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from celery.utils.log import get_logger
+
+from celery_durable.beat import entries
+from celery_durable.beat.dispatch import Dispatcher
+from celery_durable.beat.link import Link
+from celery_durable.beat.occurrences import Occurrences
+from celery_durable.beat.sweeps import Sweeper
+from celery_durable.beat.wakeup import Wakeup
+from celery_durable.core.pacing import Clock, Outage, Watermark, jittered
+from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
+from celery_durable.messages.delivery import BrokerUnavailable, Publisher
+from celery_durable.store import claims, meta
+from celery_durable.store.claims import UNBOUNDED
+from celery_durable.store.database import Database
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+logger = get_logger(__name__)
+
+#: Seconds between two looks at the number of shards.
+SHARDS_EVERY = 10.0
+
+
+class Loop:
+    """One beat at work in one process.  Makes no connection before its first turn.
+
+    Arguments:
+        app: the app.
+        publisher: to its broker.
+        code: gives the program's recurring entries by name, when they are wanted.
+    """
+
+    def __init__(self, app: Celery, publisher: Publisher, code: Callable[[], Mapping[str, Any]]) -> None:
+        self.pid = os.getpid()
+        self._app = app
+        self._code = code
+        self._database = Database.of(app)
+        self._settings = self._database.settings
+        self._publisher = publisher
+        self._link = Link(self._database, "celery-durable beat")
+        self._wakeup = Wakeup(self._database)
+        self._clock = Clock()
+        self._postgres = Outage(random=random)
+        self._broker = Outage(random=random)
+        self._dispatcher = Dispatcher(self._link, publisher, self._settings, self._broker, self._clock)
+        self._sweeper = Sweeper(self._link, self._dispatcher, self._broker, self._settings)
+        self._occurrences: Occurrences | None = None
+        self._watermarks: dict[int, Watermark] = {}
+        self._shards_at = float("-inf")
+
+    def turn(self, longest: float) -> None:
+        """Do what is due, then sleep until there is more to do.
+
+        Arguments:
+            longest: most seconds to sleep.
+
+        Raises:
+            SchemaMismatch: the schema is missing or of another version; only when (re)connecting.
+        """
+        try:
+            if self._occurrences is None or not self._link.connected:
+                self._connect()
+            wait = self._guarded_work(longest)
+        except (DatabaseUnavailable, psycopg.Error) as exc:
+            # Away; or a deadlock, a cancelled statement, a full disk: that statement changed nothing.
+            if self._postgres.failed(time.monotonic()):
+                logger.error("Postgres does not answer, trying again until it does: %s", exc)
+            wait = self._postgres.remaining(time.monotonic())
+        if wait <= 0:
+            return
+        until = time.monotonic() + min(wait, longest)
+        if self._postgres.active:
+            time.sleep(max(until - time.monotonic(), 0))
+        else:
+            self._wakeup.sleep(until, self._heard)
+
+    def cut(self) -> None:
+        """Shut all sockets down: for signal handlers.  May be called again."""
+        self._publisher.abandon()
+        self._link.cut()
+        self._wakeup.cut()
+
+    def close(self) -> None:
+        """Close all connections; nothing waits for an answer."""
+        self._publisher.close()
+        self._link.drop()
+        self._wakeup.close()
+
+    def _connect(self) -> None:
+        first = self._occurrences is None
+        self._link.run(lambda executor: None)
+        meta.verify(self._database, self._app.main)
+        self._database.close()
+        if self._occurrences is None:
+            good, bad = entries.understood(self._app, self._code())
+            self._link.transact(lambda executor: entries.sync(executor, good, bad))
+            self._occurrences = Occurrences(self._app, self._link, self._settings, good)
+        for watermark in self._watermarks.values():
+            watermark.forget()
+        self._shards_at = float("-inf")
+        self._occurrences.soon()
+        self._sweeper.soon()
+        self._wakeup.again()
+        if first:
+            logger.info("Dispatching timers from schema %r.", self._settings.schema)
+
+    def _guarded_work(self, longest: float) -> float:
+        try:
+            return self._work(longest)
+        except SchemaMismatch as exc:
+            # Somebody has dropped or changed the tables under us: connecting again tells what there is now.
+            logger.error("The tables have changed: %s", exc)
+            self._link.drop()
+            return 0.0
+
+    def _work(self, longest: float) -> float:
+        """One round.
+
+        Returns:
+            Seconds until the next one; 0 when there is more to do at once.
+        """
+        assert self._occurrences is not None
+        self._look_at_shards()
+        self._occurrences.turn()
+        until = jittered(self._settings.poll_interval, random)
+        try:
+            self._sweeper.turn()
+            if self._broker.remaining(time.monotonic()):
+                until = min(until, self._broker.remaining(time.monotonic()))
+            else:
+                until = min(until, self._dispatch())
+        except BrokerUnavailable as exc:
+            self._dispatcher.broker_failed(exc)
+            until = min(until, self._broker.remaining(time.monotonic()))
+        away = self._postgres.worked(time.monotonic())
+        if away is not None:
+            logger.warning("Postgres answers again after %.1f s.", away)
+        now = time.monotonic()
+        return min(until, longest, self._occurrences.remaining(now), self._sweeper.remaining(now))
+
+    def _dispatch(self) -> float:
+        """Dispatch what is due in every shard; returns seconds until more is, 0 when there may be more now."""
+        until = float("inf")
+        for shard, watermark in self._watermarks.items():
+            if self._dispatcher.drain(shard, watermark):
+                until = 0.0
+                continue
+            bound = UNBOUNDED if watermark.bound is None else watermark.bound
+            outlook = self._link.run(lambda executor, shard=shard, bound=bound: claims.next_due(executor, shard=shard, watermark=bound))  # type: ignore[misc]  # noqa: E501  # bound now
+            now = time.monotonic()
+            self._clock.read(outlook.now, now)
+            if outlook.wake_at is not None:
+                # Overdue and not claimed a moment ago: another beat holds it, which takes a moment.
+                until = min(until, max(outlook.wake_at - outlook.now, 0.001))
+        if self._broker.active:
+            until = min(until, self._broker.remaining(time.monotonic()))
+        return until
+
+    def _look_at_shards(self) -> None:
+        now = time.monotonic()
+        if now < self._shards_at:
+            return
+        self._shards_at = now + SHARDS_EVERY
+        number, database = self._link.run(claims.shards)
+        self._clock.read(database, time.monotonic())
+        self._watermarks = {shard: self._watermarks.get(shard) or Watermark() for shard in range(number)}
+
+    def _heard(self, payload: str) -> float:
+        """Take an announcement; returns until when, on the monotonic clock, to sleep because of it."""
+        now = time.monotonic()
+        try:
+            wake_at = float(payload)
+        except ValueError:
+            assert self._occurrences is not None
+            self._occurrences.soon()
+            return now
+        for watermark in self._watermarks.values():
+            watermark.lower(wake_at)
+        return now + self._clock.until(wake_at, now)

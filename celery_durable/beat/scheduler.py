@@ -1,0 +1,108 @@
+"""The beat scheduler that takes its timers from Postgres."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from celery.beat import Scheduler
+from celery.utils.log import get_logger
+from sqlalchemy.engine import make_url
+
+from celery_durable.beat.loop import Loop
+from celery_durable.errors import SchemaMismatch
+from celery_durable.messages.publishers import Publisher, publisher_for
+from celery_durable.settings import Settings
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+logger = get_logger(__name__)
+
+
+class DurableScheduler(Scheduler):
+    """Dispatches due timers; run as many of them as you like, as ``celery beat -S durable`` or in ``celery worker -B``.
+
+    Making one connects to nothing: the banner makes one too, and an embedded
+    beat is made before its process closes all inherited sockets.  All waiting
+    happens in :meth:`tick`.
+
+    Arguments:
+        app: the app.
+        kwargs: Celery's; a file name for the schedule is not used, no file is written.
+
+    Raises:
+        celery.exceptions.ImproperlyConfigured: when a ``durable_*`` setting is wrong.
+    """
+
+    #: Longest sleep in one tick; remote control takes a beat without ticks for dead.
+    max_interval = 5
+
+    def __init__(self, app: Celery, **kwargs: Any) -> None:
+        self._loop: Loop | None = None
+        self._failed = False
+        self._settings = Settings.from_app(app)
+        super().__init__(app, **kwargs)
+
+    def setup_schedule(self) -> None:
+        """Nothing yet: the entries are written when the first tick has connected."""
+
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """Do what is due, then sleep until more is, for at most :attr:`max_interval` seconds.
+
+        Returns:
+            0: call it again at once.
+
+        Raises:
+            SystemExit: the schema is missing or of another version; the message names the cure.
+        """
+        if self._loop is None or self._loop.pid != os.getpid():
+            # What a parent process opened is left to it.
+            self._loop = Loop(self.app, self.make_publisher(), self.code_entries)
+        try:
+            self._loop.turn(float(self.max_interval))
+        except SchemaMismatch as exc:
+            self._failed = True
+            logger.critical("This beat stops: %s", exc)
+            raise SystemExit(1) from exc
+        return 0
+
+    def make_publisher(self) -> Publisher:
+        """The publisher for the app's broker."""
+        return publisher_for(self.app, timeout=self._settings.publish_timeout)
+
+    def code_entries(self) -> Mapping[str, Any]:
+        """The program's entries: ``beat_schedule``, ``add_periodic_task``, and Celery's clean-up of results."""
+        self.data = dict(self.app.conf.beat_schedule or {})
+        self.install_default_entries(self.data)
+        entries: Mapping[str, Any] = self.data
+        return entries
+
+    def sync(self) -> None:
+        """Nothing is kept in memory that would have to be written."""
+
+    def close(self) -> None:
+        """End: shut sockets down, and nothing else.
+
+        Celery calls this in its signal handler, in the middle of a tick, and
+        again after it.  A statement or a lock would wait for the tick that
+        the handler has interrupted.
+
+        Raises:
+            SystemExit: once, after a tick that raised it: Celery swallows that one, and the
+                process would end as if all were well.
+        """
+        if self._loop is not None and self._loop.pid == os.getpid():
+            self._loop.cut()
+        super().close()
+        if self._failed:
+            self._failed = False
+            raise SystemExit(1)
+
+    @property
+    def info(self) -> str:
+        """Lines for the banner, without the password."""
+        url = self._settings.database_url
+        shown = url if url.startswith("embedded:") else make_url(url).render_as_string(hide_password=True)
+        return f"    . db -> {shown}\n    . schema -> {self._settings.schema}"

@@ -1,0 +1,157 @@
+"""Sweeps: what nobody followed up is found and put right, a slice at a time.
+
+A slice is one bounded statement of each kind.  While there is more to look at,
+slices follow each other at a fifth of the time, so that dispatching never
+waits long; when all has been seen, the next round begins after
+``durable_sweep_interval``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from random import random
+from typing import TypeVar
+from uuid import UUID
+
+import psycopg
+from celery.utils.log import get_logger
+
+from celery_durable.beat.dispatch import Dispatcher
+from celery_durable.beat.link import Link
+from celery_durable.core.identity import new_id
+from celery_durable.core.pacing import Outage, jittered
+from celery_durable.messages.delivery import BrokerUnavailable
+from celery_durable.settings import Settings
+from celery_durable.store import beats, expiry, history
+from celery_durable.store.executor import Executor
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+#: Seconds between two signs of life.
+ALIVE = 4.0
+#: Share of the time that sweeping may take while there is more to look at: one part in this many.
+SHARE = 5
+
+
+class Sweeper:
+    """The sweeps of one beat.
+
+    Arguments:
+        link: the beat's connection.
+        dispatcher: publishes again what was forgotten.
+        outage: the broker's: nothing is published again while it is away.
+        settings: page size and intervals.
+    """
+
+    def __init__(self, link: Link, dispatcher: Dispatcher, outage: Outage, settings: Settings) -> None:
+        self._link = link
+        self._dispatcher = dispatcher
+        self._outage = outage
+        self._settings = settings
+        self._after = expiry.FIRST
+        self._more_to_prune = False
+        self._next_at = float("-inf")
+        self._alive_at = float("-inf")
+        self.beat_id = new_id()
+
+    def remaining(self, now: float) -> float:
+        """Seconds until the next slice, at the monotonic instant `now`."""
+        return self._next_at - now
+
+    def soon(self) -> None:
+        """Begin again at the next turn: Postgres or the broker is back."""
+        self._next_at = float("-inf")
+
+    def turn(self) -> None:
+        """Do a slice if it is time.
+
+        Raises:
+            DatabaseUnavailable: Postgres is away.
+            BrokerUnavailable: the broker is away; the sweeps that do not need it have been done.
+        """
+        started = time.monotonic()
+        if started < self._next_at:
+            return
+        # Should anything below raise, the next slice comes no sooner.
+        self._next_at = started + jittered(self._settings.sweep_interval, random)
+        broker_error = self._look()
+        self._try("renewals", lambda executor: expiry.clear_renewals(executor, page=self._settings.page))
+        self._prune()
+        if started >= self._alive_at:
+            self._alive_at = started + ALIVE
+            self._try("signs of life", self._say_alive)
+        ended = time.monotonic()
+        if self._after != expiry.FIRST or self._more_to_prune:
+            self._next_at = min(self._next_at, ended + (SHARE - 1) * (ended - started))
+        if broker_error is not None:
+            raise broker_error
+
+    def _look(self) -> BrokerUnavailable | None:
+        page, grace = self._settings.page, self._settings.undelivered_grace
+        found = self._try("runs", lambda executor: expiry.look(executor, after=self._after, page=page, grace=grace))
+        if found is None:
+            return None
+        if found.silent:
+            self._each("lost runs", found.silent, self._settle_lost)
+        if found.expired:
+            self._each("expired timers", found.expired, expiry.settle_expired)
+        if found.unwanted:
+            self._each("unwanted timers", found.unwanted, self._settle_unwanted)
+        error = None
+        if found.forgotten and not self._outage.remaining(time.monotonic()):
+            try:
+                self._dispatcher.again(found.forgotten)
+            except BrokerUnavailable as exc:
+                error = exc
+            except psycopg.Error as exc:
+                logger.error("Sweep of forgotten timers failed, the next one tries again: %s", exc)
+        self._after = found.last or expiry.FIRST
+        return error
+
+    def _settle_lost(self, executor: Executor, ids: Sequence[UUID]) -> None:
+        back, dead = expiry.settle_lost(executor, ids)
+        if back or dead:
+            logger.warning("%d runs lost their worker: %d run again, %d are dead letters.", back + dead, back, dead)
+
+    def _settle_unwanted(self, executor: Executor, ids: Sequence[UUID]) -> None:
+        number = expiry.settle_unwanted(executor, ids, grace=self._settings.undelivered_grace)
+        if number:
+            logger.error("%d timers were never taken by a worker: they are dead letters now.", number)
+
+    def _prune(self) -> None:
+        settings = self._settings
+        pruned = self._try(
+            "history", lambda executor: history.prune(executor, retention=settings.retention, page=settings.page)
+        )
+        self._more_to_prune = pruned is not None and pruned >= settings.page
+
+    def _say_alive(self, executor: Executor) -> None:
+        beats.forget_silent(executor)
+        dispatched, self._dispatcher.dispatched = self._dispatcher.dispatched, 0
+        beats.seen(
+            executor, self.beat_id, node=socket.gethostname(), pid=os.getpid(), version=version("celery-durable"),
+            dispatched=dispatched,
+        )  # fmt: skip
+
+    def _try(self, what: str, operation: Callable[[Executor], T]) -> T | None:
+        """Run one sweep; an error of its statement is said and stops no other sweep."""
+        try:
+            return self._link.run(operation)
+        except psycopg.Error as exc:
+            logger.error("Sweep of %s failed, the next one tries again: %s", what, exc)
+            return None
+
+    def _each(self, what: str, ids: Sequence[UUID], settle: Callable[[Executor, Sequence[UUID]], object]) -> None:
+        """Settle a page at once; if that fails one by one, so that one bad row does not keep the others."""
+        try:
+            self._link.run(lambda executor: settle(executor, ids))
+        except psycopg.Error as exc:
+            logger.error("Sweep of %d %s failed, trying each alone: %s", len(ids), what, exc)
+            for each in ids:
+                self._try(f"{what}: {each}", lambda executor, each=each: settle(executor, [each]))  # type: ignore[misc]  # bound now
