@@ -1,0 +1,1 @@
+"""Speed as ratios: each figure beside its anchor, measured in the same run on servers of the benchmark's own."""
