@@ -163,9 +163,11 @@ class Dispatcher:
         outgoing: list[Outgoing] = []
         waited = time.monotonic() - page.claimed_at
         for claim in page.claims:
-            expires_in = None if claim.expires_in is None or not isfinite(claim.expires_in) else claim.expires_in - waited
-            if expires_in is not None and expires_in <= 0:
-                continue  # the sweep ends it
+            expires_in = claim.expires_in
+            if expires_in is not None:
+                expires_in = expires_in - waited if isfinite(expires_in) else None
+                if expires_in is not None and expires_in <= 0:
+                    continue  # the sweep ends it
             try:
                 message = read(claim)
             except (ValueError, Undispatchable) as exc:
@@ -210,7 +212,7 @@ class Dispatcher:
             claims.release(executor, [claim], pause=pause)
         for claim, error in page.bad:
             if claims.quarantine(executor, claim, error):
-                logger.error("Timer %s (%s) can never be published, it is a dead letter now: %s", claim.id, claim.task, error)
+                logger.error("Timer %s (%s) can never be published, it is dead now: %s", claim.id, claim.task, error)
 
     def _let_go(self, page: Page) -> None:
         pause = max(self._outage.remaining(time.monotonic()), 0.1)
@@ -251,4 +253,3 @@ def read(claim: Claim) -> Message:
         body=claim.body, content_type=claim.content_type, content_encoding=claim.content_encoding, headers=headers,
         properties=properties, exchange=claim.exchange, routing_key=claim.routing_key, queue=claim.queue,
     )  # fmt: skip
-

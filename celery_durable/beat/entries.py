@@ -23,7 +23,7 @@ from celery.utils.log import get_logger
 
 from celery_durable.core.catchup import Policy, first
 from celery_durable.errors import InvalidSchedule
-from celery_durable.recurrence import Recurrence, Spec, from_celery, from_spec, to_spec
+from celery_durable.recurrence import Every, Recurrence, Spec, from_celery, from_spec, to_spec
 from celery_durable.store import schedules
 from celery_durable.store.executor import Executor
 from celery_durable.store.schedules import CODE_KIND, StoredSchedule
@@ -52,6 +52,8 @@ class Entry:
     kwargs: Mapping[str, Any]
     options: Mapping[str, Any]
     policy: Policy
+    anchored: bool
+    """Whether the program says from when an interval counts; from its creation otherwise."""
     storable: bool
     """Whether everything about it can stand in the database as it is."""
 
@@ -73,7 +75,14 @@ class Entry:
     @property
     def fingerprint(self) -> str:
         """A digest of everything that the program says about it."""
-        said = [*self.timing, self.task, *map(_shown, (self.args, self.kwargs, self.options)), self.policy.written()]
+        anchor = self.spec.anchor.isoformat() if self.spec and self.spec.anchor and self.anchored else None
+        said = [
+            *self.timing,
+            anchor,
+            self.task,
+            *map(_shown, (self.args, self.kwargs, self.options)),
+            self.policy.written(),
+        ]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def current_args(self) -> list[Any]:
@@ -132,7 +141,7 @@ def _understood(app: Celery, name: str, entry: Any) -> Entry:
     found = args or (), kwargs or {}, options or {}
     return Entry(
         name=name, task=task, recurrence=from_celery(when, zone, name=name), spec=spec, args=found[0], kwargs=found[1],
-        options=found[2], policy=Policy.of(said), storable=spec is not None and all(map(_same_in_json, found)),
+        options=found[2], policy=Policy.of(said), anchored=isinstance(when, Every), storable=spec is not None and all(map(_same_in_json, found)),
     )  # fmt: skip
 
 
@@ -168,7 +177,7 @@ def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
     if before is not None and before.enabled and (before.kind, before.text, before.tz) == entry.timing:
         anchor, cursor = before.anchor or now, before.cursor
     spec = entry.spec
-    if spec is not None and spec.kind == "interval":
+    if spec is not None and spec.kind == "interval" and not entry.anchored:
         spec = Spec(spec.kind, spec.text, spec.tz, anchor)
         recurrence = from_spec(spec)
     nominal = first(recurrence, entry.policy, cursor)

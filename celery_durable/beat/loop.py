@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from random import random
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ class Loop:
                 until = 0.0
                 continue
             bound = UNBOUNDED if watermark.bound is None else watermark.bound
-            outlook = self._link.run(lambda executor, shard=shard, bound=bound: claims.next_due(executor, shard=shard, watermark=bound))  # type: ignore[misc]  # noqa: E501  # bound now
+            outlook = self._link.run(partial(claims.next_due, shard=shard, watermark=bound))
             now = time.monotonic()
             self._clock.read(outlook.now, now)
             if outlook.wake_at is not None:

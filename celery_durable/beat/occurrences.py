@@ -88,11 +88,11 @@ class Occurrences:
             try:
                 with executor.atomic():
                     self._settle(executor, stored, now)
-            except DatabaseUnavailable:
+            except (DatabaseUnavailable, psycopg.OperationalError):
                 raise
-            except psycopg.OperationalError:
-                raise
-            except Exception as exc:  # specifications, tasks and signal handlers are not ours: they stop their schedule alone
+            except (
+                Exception
+            ) as exc:  # specifications, tasks, signal handlers are the user's: they stop their schedule alone
                 if schedules.set_fault(executor, stored.name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
                     logger.error("Schedule %r cannot run, it is tried every %g s: %s", stored.name, PAUSE, exc)
         return len(page)
@@ -120,7 +120,7 @@ class Occurrences:
             timers.insert(executor, timer)
         schedules.note_missed(executor, stored.name, found.missed, "missed")
         if missed:
-            logger.warning("Schedule %r missed %d occurrences before %s.", stored.name, missed, found.cursor.isoformat())
+            logger.warning("Schedule %r missed %d occurrences until %s.", stored.name, missed, found.cursor)
         next_at = None if found.next_nominal is None else found.next_nominal + delay
         schedules.advance(executor, stored.name, cursor=found.cursor, next_at=next_at, fired=len(found.run))
 

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from random import random
 from typing import TypeVar
@@ -147,11 +148,11 @@ class Sweeper:
             logger.error("Sweep of %s failed, the next one tries again: %s", what, exc)
             return None
 
-    def _each(self, what: str, ids: Sequence[UUID], settle: Callable[[Executor, Sequence[UUID]], object]) -> None:
+    def _each(self, what: str, ids: Sequence[UUID], settle: Callable[..., object]) -> None:
         """Settle a page at once; if that fails one by one, so that one bad row does not keep the others."""
         try:
-            self._link.run(lambda executor: settle(executor, ids))
+            self._link.run(partial(settle, ids=ids))
         except psycopg.Error as exc:
             logger.error("Sweep of %d %s failed, trying each alone: %s", len(ids), what, exc)
             for each in ids:
-                self._try(f"{what}: {each}", lambda executor, each=each: settle(executor, [each]))  # type: ignore[misc]  # bound now
+                self._try(f"{what}: {each}", partial(settle, ids=[each]))

@@ -42,7 +42,9 @@ class Policy:
             raise ValueError(f"catchup = {self.catchup!r} is none of {', '.join(CATCHUPS)}.")
         for name in ("deadline", "jitter"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e10):
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e10:
                 raise ValueError(f"{name} = {value!r} is no number of seconds.")
         for name in ("start", "end"):
             value = getattr(self, name)
