@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,11 @@ class ValkeyServer(Private):
             [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *keep,
              "--dir", str(self.folder)],
         )  # fmt: skip
-        eventually(self.ready, timeout=15, message="Valkey answers")
+        self.wait_until_ready(15)
         return self
 
     def ready(self) -> bool:
         """Whether it answers and is ours."""
-        assert self.alive(), self.logs()
         with self.client() as client:
             info: Any = client.info("server")
             assert info["process_id"] == self.pid
@@ -66,6 +66,10 @@ class ValkeyServer(Private):
         """Stop and start it again on the same port."""
         self.stop()
         self.start()
+
+    def kill9(self) -> None:
+        """Kill it; without persistence it forgets everything."""
+        self.end(signal.SIGKILL)
 
     def pause(self) -> None:
         """Freeze it: connections stand, nobody answers."""
@@ -95,12 +99,12 @@ class RabbitServer(Private):
         (self.folder / ".erlang.cookie").write_text(secrets.token_hex(16))
         (self.folder / ".erlang.cookie").chmod(0o400)
         (self.folder / "plugins").write_text("[].")
-        # Timeouts of the broker that a test cannot wait for at their defaults.
         (self.folder / "rabbitmq.conf").write_text("log.console = true\nlog.console.level = warning\n")
+        self._epmd: subprocess.Popen[bytes] | None = None
         self._env = {
             **os.environ, "HOME": str(self.folder), "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_NODE_PORT": str(self.port), "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
-            "RABBITMQ_DIST_PORT": str(free_port()), "ERL_EPMD_PORT": str(free_port()),
+            "RABBITMQ_DIST_PORT": str(free_port()), "ERL_EPMD_PORT": str(free_port()), "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_MNESIA_BASE": str(self.folder / "mnesia"), "RABBITMQ_LOG_BASE": str(self.folder / "logs"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "plugins"),
             "RABBITMQ_CONFIG_FILE": str(self.folder / "rabbitmq.conf"),
@@ -115,13 +119,18 @@ class RabbitServer(Private):
 
     def start(self) -> RabbitServer:
         """Start it, and wait until it takes connections."""
+        if self._epmd is None:
+            # In the foreground: the port mapper that Erlang starts by itself is a daemon that outlives us.
+            self._epmd = subprocess.Popen(
+                ["epmd"], env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            eventually(lambda: _listening(int(self._env["ERL_EPMD_PORT"])), timeout=10, message="epmd listens")
         self.spawn([str(self._program)], env=self._env)
-        eventually(self.ready, timeout=60, message="RabbitMQ answers", every=0.2)
+        self.wait_until_ready(60)
         return self
 
     def ready(self) -> bool:
         """Whether it takes connections; its free port and its cookie make it ours."""
-        assert self.alive(), self.logs()
         with Connection(self.url, connect_timeout=5) as connection:
             connection.connect()
         return True
@@ -133,6 +142,17 @@ class RabbitServer(Private):
             env=self._env, check=True, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return done.stdout
+
+    def create_vhost(self) -> str:
+        """Make an empty virtual host, and return its broker URL."""
+        name = f"t{secrets.token_hex(6)}"
+        # One call of rabbitmqctl instead of two: each takes a second.
+        self.ctl(
+            "eval",
+            f'ok = rabbit_vhost:add(<<"{name}">>, <<"tests">>), ok = rabbit_auth_backend_internal:set_permissions('
+            f'<<"guest">>, <<"{name}">>, <<".*">>, <<".*">>, <<".*">>, <<"tests">>).',
+        )
+        return f"amqp://guest:guest@127.0.0.1:{self.port}/{name}"
 
     def stop(self) -> None:
         """Stop it."""
@@ -151,3 +171,16 @@ class RabbitServer(Private):
             os.killpg(self.pid, signal.SIGKILL)
             assert self.process is not None
             self.process.wait(10)
+
+    def teardown(self) -> None:
+        """End the node and its port mapper, and remove its folder."""
+        super().teardown()
+        if self._epmd is not None:
+            self._epmd.kill()
+            self._epmd.wait(10)
+            self._epmd = None
+
+
+def _listening(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True

@@ -19,6 +19,7 @@ if [ ! -e "$policy" ]; then
     chmod 755 "$policy"
     trap 'rm -f "$policy"' EXIT
 fi
-apt-get update -qq
 # shellcheck disable=SC2086  # a list of names
-apt-get install -y -qq --no-install-recommends $missing >/dev/null
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null; } </dev/null; then
+    echo "note: apt-get could not install$missing"
+fi

@@ -11,11 +11,11 @@ import uuid
 from functools import cache
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from celery_durable.store.embedded import reachable
 from tests.servers.private import Private, free_port, unprivileged
-from tests.servers.waiting import eventually
 
 _TEST_SETTINGS = ("fsync=off", "max_connections=300", "shared_buffers=128MB", "log_min_messages=warning")
 
@@ -66,12 +66,11 @@ class PostgresServer(Private):
              "-k", str(self.folder), *options],
             user=self._user,
         )  # fmt: skip
-        eventually(self.ready, timeout=30, message="PostgreSQL answers")
+        self.wait_until_ready(30)
         return self
 
     def ready(self) -> bool:
         """Whether it answers and is ours: another server on the port would show another folder."""
-        assert self.alive(), self.logs()
         with psycopg.connect(self.dsn("postgres"), connect_timeout=2) as connection:
             row = connection.execute("show data_directory").fetchone()
             assert row is not None and Path(row[0]) == self.data
@@ -107,5 +106,8 @@ class PostgresServer(Private):
         self.start()
 
     def kill9(self) -> None:
-        """Kill the postmaster; its children notice and end."""
+        """Kill the postmaster, and wait until its children have noticed: until then none can start in its folder."""
+        children = psutil.Process(self.pid).children(recursive=True)
         self.end(signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive, alive

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -13,16 +14,27 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+
+from tests.servers.waiting import eventually
 
 _running: weakref.WeakSet[Private] = weakref.WeakSet()
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on now.
+
+    Below Linux's ephemeral range (32768 and up): while a server of that range is down, another connection can be
+    given its port, and a client that tries to reconnect can even be connected to itself.
+    """
+    while True:
+        # Not `random`: pytest-randomly seeds it alike in processes that run side by side.
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def unprivileged() -> str | None:
@@ -45,7 +57,6 @@ class Private:
         self.folder = Path(tempfile.mkdtemp(prefix=f"cd-{prefix}-", dir="/tmp"))
         self.folder.chmod(0o755)
         self.process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
         _running.add(self)
 
     @property
@@ -72,11 +83,31 @@ class Private:
         cwd: Path | str | None = None,
     ) -> None:  # fmt: skip
         """Start the process in a session of its own."""
-        self._log = self.log_file.open("ab")
-        self.process = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env=env, user=user,
-            cwd=cwd or self.folder, start_new_session=True, extra_groups=[] if user else None,
-        )  # fmt: skip
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, user=user,
+                cwd=cwd or self.folder, start_new_session=True, extra_groups=[] if user else None,
+            )  # fmt: skip
+
+    def ready(self) -> bool:
+        """Whether it answers, and is the process that we started."""
+        raise NotImplementedError
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            AssertionError: with its log, at once when the process has ended.
+        """
+
+        def settled() -> bool:
+            return not self.alive() or self.ready()
+
+        try:
+            eventually(settled, timeout=timeout, message=f"{self.folder.name} is ready", every=0.05)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.logs()}") from None
+        assert self.alive(), f"{self.folder.name} ended at its start:\n{self.logs()}"
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process alone."""
@@ -97,10 +128,7 @@ class Private:
                 os.kill(self.pid, signal.SIGCONT)
                 os.killpg(self.pid, signal.SIGKILL)
                 self.process.wait(10)
-        code = self.process.returncode
-        if self._log is not None:
-            self._log.close()
-        return code
+        return self.process.returncode
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Kill the process at once."""

@@ -119,6 +119,14 @@ class Cluster:
     def __getitem__(self, index: int) -> CeleryNode:
         return self.nodes[index]
 
+    def start(self) -> None:
+        """Start all that do not run yet, side by side, and wait until each is ready."""
+        new = [node for node in self.nodes if not node.alive()]
+        for node in new:
+            node.start(wait=False)
+        for node in new:
+            node.wait_for_log(node.ready_line)
+
     def ready(self) -> bool:
         """Whether all of them are."""
         return all(node.ready() for node in self.nodes)
