@@ -57,15 +57,3 @@ class Answer(str, Enum):
 
     def __str__(self) -> str:
         return self.value
-
-
-def recallable(state: State, *, leased: bool) -> bool:
-    """Whether a timer may still be cancelled or moved.
-
-    A leased timer can be recalled until a worker has taken its lease, because the
-    message then finds nothing to run.  A plain task has no such check, so only
-    until a beat has claimed it.
-    """
-    if state is State.WAITING:
-        return True
-    return leased and state in (State.CLAIMED, State.DISPATCHED)
