@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from celery_durable.errors import SchemaMismatch
 from celery_durable.store.database import MIGRATE, Database
@@ -28,8 +30,8 @@ def verify(database: Database, app_name: str | None) -> None:
         SchemaMismatch: no schema, another major version, or another app's; says which command mends it.
         DatabaseUnavailable: when Postgres cannot be reached.
     """
-    values = {row.name: json.loads(row.value) for row in database.run(lambda executor: executor.fetch(READ))}
-    major = values.get("schema_major")
+    found = values(database)
+    major = found.get("schema_major")
     if major != SCHEMA_MAJOR:
         mend = (
             f"Run: {MIGRATE}" if not isinstance(major, int) or major < SCHEMA_MAJOR else "Upgrade celery-durable here."
@@ -37,7 +39,21 @@ def verify(database: Database, app_name: str | None) -> None:
         raise SchemaMismatch(
             f"Schema {database.schema!r} is of major version {major}, this code needs {SCHEMA_MAJOR}. {mend}"
         )
-    owner = values.get("app")
+    refuse_foreign(database, found, app_name)
+
+
+def values(database: Database) -> dict[str, Any]:
+    """Everything that stands in ``meta``."""
+    return {row.name: json.loads(row.value) for row in database.run(lambda executor: executor.fetch(READ))}
+
+
+def refuse_foreign(database: Database, found: Mapping[str, Any], app_name: str | None) -> None:
+    """Refuse a schema whose ``meta``, as `found`, names another app.
+
+    Raises:
+        SchemaMismatch: says which setting gives this app a schema of its own.
+    """
+    owner = found.get("app")
     if owner and app_name and owner != app_name:
         raise SchemaMismatch(
             f"Schema {database.schema!r} belongs to the app {owner!r}, this is {app_name!r}. "

@@ -61,7 +61,7 @@ def upgrade(database: Database, *, app_name: str | None = None) -> str:
         connection.exec_driver_sql(
             "select pg_advisory_lock(hashtext(%(name)s))", {"name": f"migrate {database.schema}"}
         )
-        _refuse_newer(current(database), database)
+        refuse(database, current(database), app_name=app_name)
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.commit()
@@ -69,10 +69,29 @@ def upgrade(database: Database, *, app_name: str | None = None) -> str:
     return head(database)
 
 
-def _refuse_newer(found: str | None, database: Database) -> None:
-    known = {script.revision for script in ScriptDirectory.from_config(config_for(database)).walk_revisions()}
-    if found is not None and found not in known:
+def known(database: Database) -> frozenset[str]:
+    """The revisions that this code knows."""
+    scripts = ScriptDirectory.from_config(config_for(database)).walk_revisions()
+    return frozenset(script.revision for script in scripts)
+
+
+def refuse(database: Database, found: str | None, *, app_name: str | None = None) -> None:
+    """Refuse a schema that is not this app's to migrate.
+
+    Arguments:
+        database: where the schema is.
+        found: the revision it is at; None where there is none yet.
+        app_name: this app's; None is no app in particular.
+
+    Raises:
+        SchemaMismatch: it is newer than this code, or belongs to another app.
+        DatabaseUnavailable: when Postgres cannot be reached.
+    """
+    if found is None:
+        return
+    if found not in known(database):
         raise SchemaMismatch(
             f"Schema {database.schema!r} is at revision {found}, newer than this code knows ({head(database)}). "
             f"Upgrade celery-durable here before migrating."
         )
+    meta.refuse_foreign(database, meta.values(database), app_name)

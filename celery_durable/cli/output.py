@@ -1,0 +1,107 @@
+"""Where a command's words go: data to stdout, as tables or as one JSON document; notes to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import TextIOWrapper
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+# Whatever a task put into its error must not move the operator's cursor or colour the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def plain(value: object) -> str:
+    """Text for a terminal: control characters are shown, not obeyed; None is a dash."""
+    if value is None or value == "":
+        return "-"
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value).replace("\r\n", "\n"))
+
+
+def jsonable(value: Any) -> Any:
+    """The same value with what JSON has no word for (NaN, infinities, other types) as text."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    return str(value)
+
+
+class Output:
+    """One command's output.
+
+    Arguments:
+        as_json: one JSON document instead of tables.
+        no_color: plain text even on a terminal; ``NO_COLOR`` is honoured as well.
+        quiet: leave the notes out; errors stay.
+    """
+
+    def __init__(self, *, as_json: bool = False, no_color: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self._quiet = quiet
+        options: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": False}
+        if no_color:
+            options["color_system"] = None
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                # A terminal without the character gets its number, not a traceback.
+                stream.reconfigure(errors="backslashreplace")
+        self._out = Console(file=sys.stdout, **options)
+        self._err = Console(file=sys.stderr, **options)
+
+    def show(self, document: Mapping[str, Any], *tables: Callable[[], RenderableType | None]) -> None:
+        """Print `document` as JSON, or else what `tables` make."""
+        if self.as_json:
+            print(json.dumps(jsonable(document), indent=2), file=self._out.file)  # the CLI's own output
+            return
+        for table in tables:
+            made = table()
+            if made is not None:
+                self._out.print(made)
+
+    def note(self, text: str) -> None:
+        """Say something that is no data."""
+        if not self._quiet:
+            self._err.print(plain(text), soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        """Say what went wrong."""
+        self._err.print(Text(plain(text), style="red"), soft_wrap=True)
+
+
+def listed(columns: Sequence[str], rows: Iterable[Sequence[str]], *, fixed: Sequence[int] = (0,)) -> Table:
+    """A table of rows that fits 80 columns.
+
+    Arguments:
+        columns: titles.
+        rows: cells, already plain.
+        fixed: columns that are never folded, ids that are to be copied.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, title in enumerate(columns):
+        table.add_column(title, overflow="fold", no_wrap=number in fixed)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def facts(pairs: Iterable[tuple[str, str]], *, title: str | None = None) -> Table:
+    """Names and values, one a line."""
+    table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left", title_style="bold")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, Text(value))
+    return table

@@ -1,0 +1,273 @@
+"""What operators read: timers page by page, stored messages, lateness, what fires next.
+
+Nothing here locks or changes a row.  A list costs what it shows: it walks an
+index from its cursor and stops after :data:`MOST_LOOKED_AT` rows, however few
+of them the filters let through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from uuid import UUID
+
+from celery_durable.core.states import ENDED, IN_MOTION, LIVE, State
+from celery_durable.store import timers
+from celery_durable.store.executor import Executor, Row
+from celery_durable.store.schedules import StoredSchedule
+from celery_durable.store.schedules import get as get_schedule
+from celery_durable.store.timers import Found
+
+#: Rows that one call of :func:`page_of_timers` looks at before it returns what it has, with a cursor to go on from.
+MOST_LOOKED_AT = 100_000
+
+#: Rows that one statement looks at when filters may refuse most of them.
+STRIDE = 2_000
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_CURSOR = re.compile(r"(motion|waiting|ended):(-?\d{1,18}):([0-9a-f-]{36})")
+
+_COMMON = "id, call_id, due_at, attempt"
+
+# Purpose: a page of what is in motion.  Index: none: `run` is tiny and has no other.  Locks: none.
+MOTION = f"""
+select {_COMMON}, due_at as at, state, expires_at, dispatched_at, started_at, null::timestamptz as finished_at, worker,
+       null as reason
+from {{schema}}.run
+where (due_at, id) > (%(at)s::timestamptz, %(id)s::uuid)
+  and due_at >= %(due_after)s::timestamptz and due_at < %(due_before)s::timestamptz
+order by due_at, id limit {{page}}
+"""
+
+# Purpose: a page of what waits, in the order in which beats take it.  Index: timer_wake, one range of each shard.
+# Locks: none.  `wake_at` is never before `due_at`, and after it only for a timer that was overdue when stored.
+WAITING = f"""
+select t.* from generate_series(0, (select value::text::int from {{schema}}.meta where name = 'shards') - 1) as s(shard)
+cross join lateral (
+    select {_COMMON}, wake_at as at, 'waiting' as state, expires_at, null::timestamptz as dispatched_at,
+           null::timestamptz as started_at, null::timestamptz as finished_at, null as worker, null as reason
+    from {{schema}}.timer
+    where shard = s.shard and wake_at >= greatest(%(at)s::timestamptz, %(due_after)s::timestamptz)
+      and wake_at <= greatest(%(due_before)s::timestamptz, {{schema}}.clock())
+      and (wake_at, id) > (%(at)s::timestamptz, %(id)s::uuid)
+    order by wake_at, id limit {{page}}) t
+order by t.at, t.id limit {{page}}
+"""
+
+# Purpose: a page of what has ended, newest first.  Index: outcome_finished, backwards.  Locks: none.
+ENDED_NEWEST = f"""
+select {_COMMON}, finished_at as at, state, null::timestamptz as expires_at, dispatched_at, started_at, finished_at,
+       worker, reason
+from {{schema}}.outcome
+where finished_at <= %(at)s::timestamptz and (finished_at, id) < (%(at)s::timestamptz, %(id)s::uuid)
+order by finished_at desc, id desc limit {{page}}
+"""
+
+# Purpose: what the filters leave of a page, and how far the page went even if that is nothing.
+# Index: primary key of call for the page's rows.  Locks: none.
+_FILTERED = """
+with page as materialized ({source}),
+seen as (select count(*) as looked_at, (array_agg(at order by at {order}, id {order}))[1] as last_at,
+                (array_agg(id order by at {order}, id {order}))[1] as last_id from page)
+select seen.looked_at, seen.last_at, seen.last_id, m.* from seen left join lateral (
+    select p.id, p.call_id, p.due_at, p.attempt, p.at, p.state, p.expires_at, p.dispatched_at, p.started_at,
+           p.finished_at, p.worker, p.reason, c.task, coalesce(c.task_id, p.id::text) as task_id,
+           coalesce(o.key, c.headers->>'durable_key') as key, c.leased, c.queue, c.schedule
+    from page p join {schema}.call c on c.id = p.call_id left join {schema}.call o on o.id = p.id
+    where p.state = any(%(states)s::text[])
+      and p.due_at >= %(due_after)s::timestamptz and p.due_at < %(due_before)s::timestamptz
+      and (%(task)s::text is null or c.task = %(task)s::text)
+      and (%(queue)s::text is null or coalesce(c.queue, c.routing_key) = %(queue)s::text)
+      and (%(schedule)s::text is null or c.schedule = %(schedule)s::text)
+      and (%(key)s::text is null or starts_with(coalesce(o.key, c.headers->>'durable_key'), %(key)s::text))
+) m on true
+order by m.at {forward}, m.id {forward}
+"""
+
+# Purpose: the message of a timer as it is stored.  Index: primary keys.  Locks: none.
+MESSAGE = """
+select c.body, c.content_type, c.content_encoding, c.headers::text as headers, c.properties::text as properties,
+       c.exchange, c.routing_key, c.tenant, c.nominal, c.replay_of, o.created_at
+from {schema}.call c join {schema}.call o on o.id = c.timer_id where c.id = %(id)s::uuid
+"""
+
+# Purpose: how late timers were dispatched within a day.  Index: outcome_finished; at most 100,000 rows.  Locks: none.
+LATENESS = """
+select count(*) as number, percentile_cont(array[0.5, 0.95, 0.99]) within group
+       (order by extract(epoch from dispatched_at - due_at)::float8) as seconds
+from (select dispatched_at, due_at from {schema}.outcome where finished_at > {schema}.clock() - interval '1 day'
+      order by finished_at desc limit 100000) o
+where dispatched_at is not null and due_at is not null
+"""
+
+# Purpose: the schedules that come due next.  Index: schedule_next.  Locks: none.
+NEXT_SCHEDULES = """
+select name from {schema}.schedule where enabled and next_at is not null order by next_at, name limit {limit}
+"""
+
+# Purpose: the newest occurrences of a schedule that did not run.  Index: primary key, backwards.  Locks: none.
+MISSED = """
+select nominal, noted_at, reason from {schema}.occurrence where schedule = %(schedule)s order by nominal desc limit {limit}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which timers to list; None lets everything pass."""
+
+    states: Collection[State] = LIVE
+    task: str | None = None
+    queue: str | None = None
+    """The queue asked for; for a call without one, its routing key."""
+    schedule: str | None = None
+    key: str | None = None
+    """Beginning of the idempotency key."""
+    due_after: datetime | None = None
+    """Earliest due time, inclusive."""
+    due_before: datetime | None = None
+    """Latest due time, exclusive."""
+
+    def parameters(self) -> dict[str, object]:
+        """As named parameters of the statements above."""
+        return {
+            "states": [str(state) for state in self.states], "task": self.task, "queue": self.queue,
+            "schedule": self.schedule, "key": self.key, "due_after": self.due_after or "-infinity",
+            "due_before": self.due_before or "infinity",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Some timers of a list."""
+
+    timers: list[Found]
+    cursor: str | None
+    """Where the list goes on; None at its end."""
+    looked_at: int
+    """How many timers the filters were tried on."""
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One source of the list, in the order in which it is walked."""
+
+    name: str
+    sql: str
+    states: frozenset[State]
+    start: tuple[object, str]
+    forward: str = "asc"
+    backward: str = "desc"
+
+    def statement(self, rows: int) -> str:
+        source = self.sql.replace("{page}", str(int(rows)))
+        filtered = _FILTERED.replace("{forward}", self.forward).replace("{order}", self.backward)
+        return filtered.replace("{source}", source)
+
+
+_LOWEST, _HIGHEST = str(UUID(int=0)), str(UUID(int=(1 << 128) - 1))
+_WALKS = (
+    _Walk("motion", MOTION, IN_MOTION, ("-infinity", _LOWEST)),
+    _Walk("waiting", WAITING, frozenset({State.WAITING}), ("-infinity", _LOWEST)),
+    _Walk("ended", ENDED_NEWEST, ENDED, ("infinity", _HIGHEST), "desc", "asc"),
+)
+
+
+def page_of_timers(executor: Executor, wanted: Filter, *, limit: int = 50, cursor: str | None = None) -> Page:
+    """List timers: those in motion by due time, then those waiting by due time, then the ended, newest first.
+
+    Arguments:
+        executor: the connection; no transaction is needed, and none is better.
+        wanted: which timers.
+        limit: most timers returned, at least 1.
+        cursor: of the page before; None begins.
+
+    Returns:
+        The timers, and where to go on.  A page may be short of `limit` and still have a
+        cursor: the filters refused nearly everything it looked at.
+
+    Raises:
+        ValueError: `cursor` was not made by this function.
+    """
+    walks, position = _resume(cursor)
+    parameters = wanted.parameters()
+    stride = limit + 1 if _unfiltered(wanted) else max(STRIDE, limit + 1)
+    found: list[Found] = []
+    looked_at = 0
+    for walk in walks:
+        states = walk.states & set(wanted.states)
+        while states:
+            at, last_id = position or walk.start
+            rows = executor.fetch(walk.statement(stride), {**parameters, "at": at, "id": last_id})
+            looked_at += rows[0].looked_at
+            for row in rows:
+                if row.id is None:
+                    continue
+                if len(found) == limit:
+                    assert position is not None
+                    return Page(timers=found, cursor=_cursor(walk, position), looked_at=looked_at)
+                found.append(timers.read(row))
+                position = (row.at, str(row.id))
+            if rows[0].looked_at < stride:
+                break
+            position = (rows[0].last_at, str(rows[0].last_id))
+            if len(found) == limit or looked_at >= MOST_LOOKED_AT:
+                return Page(timers=found, cursor=_cursor(walk, position), looked_at=looked_at)
+        # Only now is a full page known to have nothing behind it in this walk.
+        position = None
+    return Page(timers=found, cursor=None, looked_at=looked_at)
+
+
+def _unfiltered(wanted: Filter) -> bool:
+    """True when every row that a walk meets is shown."""
+    ended = set(wanted.states) & ENDED
+    return (wanted.task or wanted.queue or wanted.schedule or wanted.key) is None and (
+        not ended or (ended == ENDED and wanted.due_after is None and wanted.due_before is None)
+    )
+
+
+def _cursor(walk: _Walk, position: tuple[object, str]) -> str:
+    at, last_id = position
+    assert isinstance(at, datetime)
+    return f"{walk.name}:{(at - _EPOCH) // timedelta(microseconds=1)}:{last_id}"
+
+
+def _resume(cursor: str | None) -> tuple[Sequence[_Walk], tuple[object, str] | None]:
+    if cursor is None:
+        return _WALKS, None
+    parts = _CURSOR.fullmatch(cursor)
+    if parts is None:
+        raise ValueError(f"{cursor!r} is no cursor. Take it from the page before, as it stands.")
+    name, microseconds, last_id = parts.groups()
+    number = [walk.name for walk in _WALKS].index(name)
+    try:
+        at = _EPOCH + timedelta(microseconds=int(microseconds))
+        return _WALKS[number:], (at, str(UUID(last_id)))
+    except (ValueError, OverflowError) as exc:
+        raise ValueError(f"{cursor!r} is no cursor. Take it from the page before, as it stands.") from exc
+
+
+def message_of(executor: Executor, call_id: UUID) -> Row | None:
+    """The stored message of a timer, and when the timer was first stored; None when it has been pruned."""
+    rows = executor.fetch(MESSAGE, {"id": str(call_id)})
+    return rows[0] if rows else None
+
+
+def lateness(executor: Executor) -> Mapping[str, float | int | None]:
+    """How late timers were that ended within a day: their `number`, and `p50`, `p95`, `p99` in seconds."""
+    row = executor.fetch(LATENESS)[0]
+    p50, p95, p99 = row.seconds or (None, None, None)
+    return {"number": row.number, "p50": p50, "p95": p95, "p99": p99}
+
+
+def next_schedules(executor: Executor, *, limit: int) -> list[StoredSchedule]:
+    """The enabled schedules that come due next, soonest first."""
+    names = [row.name for row in executor.fetch(NEXT_SCHEDULES.replace("{limit}", str(int(limit))))]
+    found = (get_schedule(executor, name) for name in names)
+    return [schedule for schedule in found if schedule is not None]
+
+
+def missed(executor: Executor, schedule: str, *, limit: int) -> Sequence[Row]:
+    """The newest occurrences of a schedule that did not run, with the reason."""
+    return executor.fetch(MISSED.replace("{limit}", str(int(limit))), {"schedule": schedule})
