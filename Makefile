@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "celery-durable needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
-	  || { echo "This Python cannot make a venv with pip. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	  || { rm -rf $(VENV); echo "This Python cannot make a venv with pip. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(PIP) install --upgrade pip
 	$(PIP) install --editable '.[dev]'
 	@touch $@

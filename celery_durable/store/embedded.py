@@ -64,7 +64,13 @@ def resolve(url: str) -> str:
     known = _resolved.get(str(folder))
     if known is not None and _answers(known, folder):
         return known
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as exc:
+        raise ImproperlyConfigured(
+            f"durable_database_url = {url!r} cannot be used: {exc}. Choose a folder that this user can write."
+        ) from exc
     with _locked(folder):
         found = _join(folder) or _start(folder)
     _resolved[str(folder)] = found
