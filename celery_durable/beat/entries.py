@@ -85,6 +85,12 @@ class Entry:
         ]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
+    def recurrence_from(self, anchor: datetime | None) -> Recurrence:
+        """When it comes due, an interval counted from where its row says."""
+        if self.spec is None or self.spec.kind != "interval" or self.anchored:
+            return self.recurrence
+        return from_spec(Spec(self.spec.kind, self.spec.text, self.spec.tz, anchor))
+
     def current_args(self) -> list[Any]:
         """The positional arguments, lazy ones evaluated now."""
         return [_evaluated(each) for each in self.args]
@@ -141,7 +147,8 @@ def _understood(app: Celery, name: str, entry: Any) -> Entry:
     found = args or (), kwargs or {}, options or {}
     return Entry(
         name=name, task=task, recurrence=from_celery(when, zone, name=name), spec=spec, args=found[0], kwargs=found[1],
-        options=found[2], policy=Policy.of(said), anchored=isinstance(when, Every), storable=spec is not None and all(map(_same_in_json, found)),
+        options=found[2], policy=Policy.of(said), anchored=isinstance(when, Every),
+        storable=spec is not None and all(map(_same_in_json, found)),
     )  # fmt: skip
 
 
@@ -173,14 +180,12 @@ def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
     if before is not None and before.enabled and before.fingerprint == entry.fingerprint:
         return
     anchor, cursor, next_at = now, now, None
-    recurrence = entry.recurrence
     if before is not None and before.enabled and (before.kind, before.text, before.tz) == entry.timing:
         anchor, cursor = before.anchor or now, before.cursor
     spec = entry.spec
     if spec is not None and spec.kind == "interval" and not entry.anchored:
         spec = Spec(spec.kind, spec.text, spec.tz, anchor)
-        recurrence = from_spec(spec)
-    nominal = first(recurrence, entry.policy, cursor)
+    nominal = first(entry.recurrence_from(anchor), entry.policy, cursor)
     if nominal is None:
         logger.warning("Schedule entry %r never comes due.", entry.name)
     else:

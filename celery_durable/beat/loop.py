@@ -93,6 +93,16 @@ class Loop:
         else:
             self._wakeup.sleep(until, self._heard)
 
+    def look_again(self) -> None:
+        """Look at everything at the next turn, as after an outage or a change of the database's clock."""
+        for watermark in self._watermarks.values():
+            watermark.forget()
+        self._shards_at = float("-inf")
+        self._sweeper.soon()
+        self._wakeup.again()
+        if self._occurrences is not None:
+            self._occurrences.soon()
+
     def cut(self) -> None:
         """Shut all sockets down: for signal handlers.  May be called again."""
         self._publisher.abandon()
@@ -114,12 +124,7 @@ class Loop:
             good, bad = entries.understood(self._app, self._code())
             self._link.transact(lambda executor: entries.sync(executor, good, bad))
             self._occurrences = Occurrences(self._app, self._link, self._settings, good)
-        for watermark in self._watermarks.values():
-            watermark.forget()
-        self._shards_at = float("-inf")
-        self._occurrences.soon()
-        self._sweeper.soon()
-        self._wakeup.again()
+        self.look_again()
         if first:
             logger.info("Dispatching timers from schema %r.", self._settings.schema)
 

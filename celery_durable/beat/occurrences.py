@@ -105,7 +105,7 @@ class Occurrences:
             return
         policy = Policy.of(stored.policy)
         delay = policy.delay(stored.name)
-        recurrence = entry.recurrence if entry is not None else self._recurrence(stored)
+        recurrence = self._recurrence(stored) if entry is None else entry.recurrence_from(stored.anchor)
         found = plan(recurrence, policy, cursor=stored.cursor, now=now - delay, fired=stored.fired)
         missed = found.missed_count
         for nominal in found.run:
