@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,11 @@ def celery_setup(
         cluster.start()
     yield setup
     app.close()
+
+
+def pytest_configure() -> None:
+    """SIGTERM ends a run as Ctrl-C does, so that the servers end with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 _skipped: list[str] = []

@@ -11,13 +11,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.servers.waiting import eventually
 
-_running: weakref.WeakSet[Private] = weakref.WeakSet()
+_running: set[Private] = set()
 
 
 def free_port() -> int:
