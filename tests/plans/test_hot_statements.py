@@ -1,0 +1,116 @@
+"""The statements of the hot path read what they return, whatever waits beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_durable.settings import Settings
+from celery_durable.store import claims, migrations, runs, timers
+from celery_durable.store.database import Database
+from celery_durable.store.executor import Executor, qualified
+from tests.servers.postgres import PostgresServer
+
+WAITING = 200_000
+
+# A fifth is due, the rest lies in the future; every tenth has a key.
+FILL = """
+insert into {schema}.call (id, timer_id, leased, task, exchange, routing_key, content_type, content_encoding, headers,
+                           properties, body, key)
+select md5(n::text)::uuid, md5(n::text)::uuid, true, 't', '', 'q', 'application/json', 'utf-8', '{}', '{}', 'x',
+       case when n % 10 = 0 then 'key-' || n end
+from generate_series(1, {number}) n;
+insert into {schema}.timer (id, call_id, due_at, wake_at)
+select md5(n::text)::uuid, md5(n::text)::uuid, d.at, d.at
+from generate_series(1, {number}) n, lateral (select {schema}.clock() + (n - {number} / 5) * interval '1 second' as at) d;
+"""
+
+
+@pytest.fixture(scope="module")
+def database(postgres: PostgresServer) -> Iterator[Database]:
+    name = postgres.create_database()
+    database = Database(Settings(database_url=postgres.url(name)))
+    migrations.upgrade(database, app_name=Celery("plans", set_as_current=False).main)
+    with database.connect("fill") as connection:
+        connection.execute(qualified(FILL.replace("{number}", str(WAITING)), database.schema))
+        connection.execute("vacuum analyze")
+    yield database
+    database.close()
+    postgres.drop_database(name)
+
+
+def explained(database: Database, sql: str, parameters: Mapping[str, object]) -> tuple[set[str], set[str], float]:
+    """Run a statement and take it back; returns indexes used, tables read in whole, rows read from tables."""
+    with database.connect("explain") as connection, connection.transaction(force_rollback=True):
+        text = "explain (analyze, buffers, format json) " + qualified(sql, database.schema)
+        row = connection.execute(text, parameters).fetchone()
+    assert row is not None
+    plan = row[0] if isinstance(row[0], list) else json.loads(row[0])
+    indexes: set[str] = set()
+    whole: set[str] = set()
+    read = 0.0
+    waiting = [plan[0]["Plan"]]
+    while waiting:
+        node: dict[str, Any] = waiting.pop()
+        waiting += node.get("Plans", [])
+        if "Index Name" in node:
+            indexes.add(node["Index Name"])
+        if node["Node Type"] == "Seq Scan":
+            whole.add(node["Relation Name"])
+        if "Relation Name" in node:
+            # EXPLAIN reports averages of a loop.
+            removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
+            read += (node["Actual Rows"] + removed) * node["Actual Loops"]
+    return indexes, whole, read
+
+
+def test_a_claim_reads_the_page_that_it_takes(database: Database) -> None:
+    page = 500
+    parameters = {"shard": 0, "watermark": "-infinity", "timeout": 8.0}
+    indexes, whole, read = explained(database, claims.CLAIM.replace("{page}", str(page)), parameters)
+    assert "timer_wake" in indexes
+    assert not whole & {"timer", "call"}
+    # Scan, delete, move, and the join with the payload: each touches a row of the page once.
+    assert read <= page * 12
+
+
+def test_a_claim_with_nothing_due_reads_nothing(database: Database) -> None:
+    parameters = {"shard": 0, "watermark": "3000-01-01", "timeout": 8.0}
+    indexes, whole, read = explained(database, claims.CLAIM.replace("{page}", "500"), parameters)
+    assert "timer_wake" in indexes
+    assert not whole & {"timer", "call"}
+    assert read <= 2
+
+
+@pytest.mark.parametrize(
+    ("sql", "parameters", "index"),
+    [
+        (timers.FIND, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b"}, "timer_pkey"),
+        (timers.FIND_KEY, {"id": "key-100"}, "call_key"),
+        (timers.CANCEL_WAITING, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "reason": None}, "timer_pkey"),
+        (runs.HOLDS, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "fence": 1}, None),
+    ],
+    ids=["find", "find key", "cancel", "holds"],
+)
+def test_one_timer_is_reached_by_its_index(
+    database: Database, sql: str, parameters: dict[str, object], index: str | None
+) -> None:
+    indexes, whole, read = explained(database, sql, parameters)
+    assert index is None or index in indexes
+    assert not whole & {"timer", "call"}
+    assert read <= 10
+
+
+def test_the_next_due_time_is_one_index_entry(database: Database) -> None:
+    def run(executor: Executor) -> Any:
+        return claims.next_due(executor, shard=0, watermark=claims.UNBOUNDED)
+
+    assert database.run(run) is not None
+    indexes, whole, read = explained(database, claims.NEXT, {"shard": 0, "watermark": "-infinity"})
+    assert "timer_wake" in indexes
+    assert "timer" not in whole
+    assert read <= 1
