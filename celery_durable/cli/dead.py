@@ -136,8 +136,9 @@ def _each(session: Session, ids: Sequence[str], act: Any, *, good: str) -> int:
     session.out.show(
         {"dead_letters": results},
         lambda: listed(
-            ["Dead letter", "Answer", "New timer"],
-            [[plain(each["id"]), each["answer"], plain(each["timer"])] for each in results], fixed=(),
+            ["Dead letter", "Answer"],
+            [[plain(each["id"]), f"{each['answer']} as\n{each['timer']}" if each["timer"] else each["answer"]]
+             for each in results],
         ),
     )  # fmt: skip
     for each in results:

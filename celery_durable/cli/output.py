@@ -81,17 +81,21 @@ class Output:
         self._err.print(Text(plain(text), style="red"), soft_wrap=True)
 
 
-def listed(columns: Sequence[str], rows: Iterable[Sequence[str]], *, fixed: Sequence[int] = (0,)) -> Table:
+def listed(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, ids: bool = True, fixed: Sequence[int] = ()
+) -> Table:
     """A table of rows that fits 80 columns.
 
     Arguments:
         columns: titles.
         rows: cells, already plain.
-        fixed: columns that are never folded, ids that are to be copied.
+        ids: the first column holds ids, which are to be copied: it is wide enough for them.
+        fixed: columns that are never folded, such as times.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, title in enumerate(columns):
-        table.add_column(title, overflow="fold", no_wrap=number in fixed)
+        width = 36 if ids and number == 0 else None
+        table.add_column(title, overflow="fold", no_wrap=number in fixed, min_width=width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -46,7 +46,8 @@ def list_(session: Session, *, limit: int, cursor: str) -> int:
     session.out.show(
         {"now": iso(now), "schedules": [_document(row) for row in rows], "cursor": following},
         lambda: listed(
-            ["Schedule / task", "When", "Next", "Fired"], [_row(row, now) for row in rows], fixed=(2, 3)
+            ["Schedule / task", "When", "Next", "Fired"], [_row(row, now) for row in rows], ids=False,
+            fixed=(2, 3),
         ) if rows else None,
     )  # fmt: skip
     if not rows:
@@ -89,7 +90,7 @@ def show(session: Session, *, name: str, show_args: bool) -> int:
         document,
         lambda: facts((name, value) for name, value in pairs if value != "-"),
         lambda: listed(
-            ["Did not run", "Reason"], [[absolute(row.nominal), plain(row.reason)] for row in missed]
+            ["Did not run", "Reason"], [[absolute(row.nominal), plain(row.reason)] for row in missed], ids=False
         ) if missed else None,
     )  # fmt: skip
     return DONE
@@ -121,7 +122,7 @@ def next_(session: Session, *, name: str, number: int, tz: str | None) -> int:
         lambda: listed(
             ["UTC", str(zone), "From now"],
             [[absolute(each), each.astimezone(zone).strftime("%a %Y-%m-%d %H:%M:%S %z"), relative(each, now)]
-             for each in instants],
+             for each in instants], ids=False,
         ) if instants else None,
     )  # fmt: skip
     if not instants:

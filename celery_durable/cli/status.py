@@ -108,7 +108,7 @@ def _beats(document: Mapping[str, Any]) -> Table | None:
          f"{duration(beat['silent_seconds'])} ago", str(beat["dispatched"])]
         for beat in document["beats"]
     ]  # fmt: skip
-    return listed(["Beat", "Pid", "State", "Seen", "Dispatched"], rows, fixed=(1, 2, 3)) if rows else None
+    return listed(["Beat", "Pid", "State", "Seen", "Dispatched"], rows, ids=False, fixed=(1, 2, 3)) if rows else None
 
 
 def _next(read: Mapping[str, Any], now: datetime) -> Table | None:
@@ -118,4 +118,4 @@ def _next(read: Mapping[str, Any], now: datetime) -> Table | None:
     rows = [
         [f"{absolute(at)}\n{relative(at, now)}", f"{plain(what)}\n{plain(task)}"] for at, what, task in fires[:SHOWN]
     ]
-    return listed(["Next", "What"], rows) if rows else None
+    return listed(["Next", "What"], rows, ids=False, fixed=(0,)) if rows else None

@@ -201,7 +201,7 @@ def _each(
         lambda: listed(
             ["Timer", "Answer", "Due"],
             [[plain(each["id"] or each["name"]), each["answer"], _seconds(each["due_at"])]
-             for each in results],
+             for each in results], fixed=(1, 2),
         ),
     )  # fmt: skip
     for each in results:
@@ -281,4 +281,4 @@ def attempt_table(attempts: Sequence[Row]) -> Table:
         ended = row.ended_at.astimezone(timezone.utc)
         error = f"{row.error_type}: {row.error}" if row.error_type else row.error
         rows.append([str(row.attempt), row.ending, absolute(ended), plain(error)])
-    return listed(["#", "Attempt", "Ended", "Error"], rows, fixed=(0, 1, 2))
+    return listed(["#", "Attempt", "Ended", "Error"], rows, ids=False, fixed=(0, 1, 2))
