@@ -37,7 +37,7 @@ def work(number: int) -> int:
     return number * number
 
 
-@app.task(base=DurableTask, bind=True, name="demo.flaky", retry_backoff=0.5, retry_backoff_max=2)
+@app.task(base=DurableTask, bind=True, name="demo.flaky", retry_backoff=1, retry_backoff_max=2)
 def flaky(self: DurableTask) -> str:
     """Fails twice, then works."""
     if self.durable.attempt < 3:
@@ -45,7 +45,7 @@ def flaky(self: DurableTask) -> str:
     return f"worked at attempt {self.durable.attempt}"
 
 
-@app.task(base=DurableTask, bind=True, name="demo.doomed", max_retries=1, retry_backoff=0.5, retry_backoff_max=2)
+@app.task(base=DurableTask, bind=True, name="demo.doomed", max_retries=1, retry_backoff=1, retry_backoff_max=2)
 def doomed(self: DurableTask) -> str:
     """Fails until somebody has mended what it needs."""
     if not (MARKS / "mended").exists():
