@@ -11,12 +11,13 @@ import click
 from celery import Celery
 from celery.bin.base import CeleryCommand, CeleryOption
 
+from celery_durable import schedules as api
 from celery_durable.cli.message import REDACTED
 from celery_durable.cli.output import facts, listed, plain
 from celery_durable.cli.session import DONE, FAILED, Session, operates
 from celery_durable.cli.times import absolute, both, iso, relative
 from celery_durable.errors import InvalidSchedule
-from celery_durable.recurrence import Recurrence, Spec, from_celery, from_spec
+from celery_durable.recurrence import from_celery
 from celery_durable.store import listing
 from celery_durable.store import schedules as store
 from celery_durable.store.executor import Executor, Row
@@ -104,18 +105,17 @@ def show(session: Session, *, name: str, show_args: bool) -> int:
 @click.option("--tz", cls=CeleryOption, help="Zone of the second column; the schedule's own otherwise.")
 @operates
 def next_(session: Session, *, name: str, number: int, tz: str | None) -> int:
-    """Show when a schedule comes due next, by its rule; jitter is not counted in."""
+    """Show when a schedule runs next."""
     found, now = session.database.run(lambda executor: (store.get(executor, name), store.now(executor)))
     if found is None:
         session.out.error(f"There is no schedule {name!r}.")
         return FAILED
     zone = _zone(tz or found.tz or "UTC")
     try:
-        recurrence = recurrence_of(session.app, found)
+        instants = _next_times(session.app, found, now, number)
     except InvalidSchedule as exc:
-        session.out.error(f"Schedule {name!r}: {exc}")
+        session.out.error(str(exc))
         return FAILED
-    instants = recurrence.upcoming(max(now, found.cursor), number)
     session.out.show(
         {"now": iso(now), "name": found.name, "enabled": found.enabled, "tz": str(zone),
          "next": [{"at": iso(each), "local": each.astimezone(zone).isoformat()} for each in instants]},
@@ -126,24 +126,19 @@ def next_(session: Session, *, name: str, number: int, tz: str | None) -> int:
         ) if instants else None,
     )  # fmt: skip
     if not instants:
-        session.out.note("It never comes due again.")
-    if not found.enabled:
-        session.out.note("It is disabled: none of these will run.")
+        session.out.note("It never runs again." if found.enabled else "It is disabled, so it does not run.")
     return DONE
 
 
-def recurrence_of(app: Celery, schedule: StoredSchedule) -> Recurrence:
-    """The rule of a stored schedule; one that only code can hold is looked for in this app.
-
-    Raises:
-        InvalidSchedule: it cannot be evaluated here; says why.
-    """
-    if schedule.kind != store.CODE_KIND:
-        return from_spec(Spec(schedule.kind, schedule.text, schedule.tz, schedule.anchor))
-    entry = (app.conf.beat_schedule or {}).get(schedule.name)
+def _next_times(app: Celery, schedule: StoredSchedule, now: datetime, number: int) -> Sequence[datetime]:
+    """When it runs; the rule of one that only code can hold is looked for in this app."""
+    entry = (app.conf.beat_schedule or {}).get(schedule.name) if schedule.kind == store.CODE_KIND else None
     if entry is None:
-        raise InvalidSchedule("its rule is known only to the program that defined it, and this app does not define it.")
-    return from_celery(entry["schedule"] if isinstance(entry, dict) else entry.schedule)
+        return api.next_times(schedule.name, number, app=app)
+    if not schedule.enabled:
+        return []
+    rule = entry["schedule"] if isinstance(entry, dict) else entry.schedule
+    return from_celery(rule).upcoming(max(now, schedule.cursor), number)
 
 
 def _zone(name: str) -> ZoneInfo:

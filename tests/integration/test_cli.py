@@ -20,6 +20,7 @@ import pytest
 from celery import Celery
 
 from celery_durable import apply_at, apply_many
+from celery_durable.cli import schema
 from celery_durable.core.identity import new_id
 from celery_durable.store import beats, claims, migrations, runs, schedules, timers
 from celery_durable.store.database import Database
@@ -185,6 +186,13 @@ def test_check_says_what_is_wrong_and_what_mends_it(durable: Command, statement:
     assert (answer.code, answer.json["status"]) == (1, status)
     assert mend in answer.json["problem"]
     assert mend in answer.err
+
+
+def test_check_tells_a_schema_that_is_behind(durable: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "head", lambda database: "9999")
+    found = schema._found(durable.database, "cliproj")
+    assert (found["ok"], found["status"], found["head"]) == (False, "behind", "9999")
+    assert "durable migrate" in found["problem"]
 
 
 def test_migrate_refuses_the_schema_of_another_app_before_touching_it(durable: Command) -> None:

@@ -54,7 +54,7 @@ def test_every_command_has_help() -> None:
 
 
 def test_a_command_that_does_not_exist_is_a_usage_error() -> None:
-    assert CliRunner().invoke(durable, ["tiemrs"]).exit_code == 2
+    assert CliRunner().invoke(durable, ["nothing"]).exit_code == 2
 
 
 @pytest.mark.parametrize(
