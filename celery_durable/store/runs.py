@@ -199,6 +199,14 @@ from {schema}.call c where c.id = %(id)s::uuid
 on conflict do nothing
 """
 
+# Purpose: how a run ended under a fence: was it this holder's own statement, whose answer the network swallowed?
+# Index: primary key of outcome, attempt_timer.  Locks: none.  Fence: named.
+ENDINGS = """
+select state as ending from {schema}.outcome where id = %(id)s::uuid and fence = %(fence)s
+union all
+select ending from {schema}.attempt where timer_id = %(id)s::uuid and fence = %(fence)s
+"""
+
 NO_FAILURE = Failure(error_type="", error="")
 
 
@@ -333,6 +341,11 @@ def refused(
     """Record that a holder without a valid lease was refused."""
     parameters = {"id": str(timer_id), "fence": fence, "attempt": attempt, "worker": worker, **_kept(failure)}
     executor.fetch(REFUSED, parameters)
+
+
+def endings(executor: Executor, timer_id: UUID, fence: int) -> set[str]:
+    """The state and the attempt's ending recorded under this fence; empty while the run lives, or when it was pruned."""
+    return {row.ending for row in executor.fetch(ENDINGS, {"id": str(timer_id), "fence": fence})}
 
 
 def new_message(executor: Executor, timer: NewTimer, call_id: UUID) -> None:

@@ -44,6 +44,8 @@ class NewTimer:
     schedule: str | None = None
     nominal: datetime | None = None
     replay_of: UUID | None = None
+    attempt: int = 0
+    """Attempts that were made before there was a timer: of a call that was published directly."""
 
     def parameters(self) -> dict[str, object]:
         """As named parameters of the statements below."""
@@ -56,6 +58,7 @@ class NewTimer:
             "task_id": None if self.task_id == str(self.id) else self.task_id,
             "key": self.key, "tenant": self.tenant, "schedule": self.schedule, "nominal": self.nominal,
             "replay_of": None if self.replay_of is None else str(self.replay_of), "announced": ANNOUNCED,
+            "attempt": self.attempt,
         }  # fmt: skip
 
 
@@ -105,8 +108,9 @@ with new_call as (
             %(schedule)s::text, %(nominal)s::timestamptz, %(replay_of)s::uuid)
     on conflict do nothing returning id),
 new_timer as (
-    insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
-    select id, id, {_DUE}, greatest({_DUE}, {{schema}}.clock()), %(expires_at)s::timestamptz from new_call
+    insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at, attempt)
+    select id, id, {_DUE}, greatest({_DUE}, {{schema}}.clock()), %(expires_at)s::timestamptz, %(attempt)s::integer
+    from new_call
     returning id, due_at, wake_at)
 select id, due_at, {_ANNOUNCE} from new_timer
 """

@@ -1,0 +1,235 @@
+"""A run under a lease: taken before the body, settled after it, every statement fenced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+from kombu.exceptions import EncodeError
+from kombu.serialization import dumps, loads
+
+from celery_durable import calls
+from celery_durable.core.identity import new_id
+from celery_durable.errors import DatabaseUnavailable, DuplicateDelivery, SchemaMismatch
+from celery_durable.store import runs
+from celery_durable.store.database import Database
+from celery_durable.store.executor import Executor
+from celery_durable.store.runs import Failure, Held, Lease
+from celery_durable.store.timers import NewTimer
+from celery_durable.worker.attempt import Attempt, Call, patiently
+from celery_durable.worker.context import DurableContext
+from celery_durable.worker.delivery import Delivery
+from celery_durable.worker.policy import RetryPolicy
+
+logger = logging.getLogger(__name__)
+
+#: Headers that say which occurrence it is; they stay with the timer over a changed message.
+_KEPT = ("durable_schedule", "durable_nominal", "durable_missed", "durable_reason")
+
+#: Values that every serializer takes.
+_PLAIN = (type(None), bool, int, str)
+
+
+class UnserializableResult(EncodeError):
+    """The body has returned something that the result backend's serializer does not take."""
+
+
+class LeasedRun(Attempt):
+    """One attempt of a timer.
+
+    ::
+
+        taken --body returned, no callbacks--> finished
+          |  \\--body returned, callbacks wait--> held --task_success--> finished
+          +--failed or retry wanted--> back to waiting
+          +--failed for the last time--> dead
+          +--Ignore, Reject--> skipped
+
+    A statement that finds the fence replaced ends the run as a duplicate: nothing
+    is sent, nothing is stored in the result backend, and the refusal is recorded.
+    """
+
+    def __init__(self, task: Any, delivery: Delivery, lease: Lease) -> None:
+        super().__init__(task, lease.attempt)
+        self.delivery = delivery
+        self.lease = lease
+        #: No later statement is due.
+        self.settled = False
+        #: The return value is kept until callbacks are out.
+        self.held = False
+
+    @classmethod
+    def take(cls, task: Any, delivery: Delivery, policy: RetryPolicy) -> LeasedRun:
+        """Take the lease, and attach the run to the running request.
+
+        Raises:
+            DuplicateDelivery: this delivery may not run the timer.
+        """
+        request = task.request
+        database = Database.of(task.app)
+        settings = database.settings
+
+        def operation(executor: Executor) -> Lease | str:
+            return runs.lease(
+                executor, timer_id=delivery.timer_id, call_id=delivery.call_id, token=delivery.token,
+                worker=str(request.hostname or ""), seconds=settings.lease, max_attempts=policy.max_attempts,
+                base=policy.base, cap=policy.cap,
+            )  # fmt: skip
+
+        try:
+            lease = patiently(database, operation, settings.connect_timeout)
+        except (DatabaseUnavailable, SchemaMismatch) as exc:
+            logger.error("No lease of %s[%s], it is dispatched again later: %s", task.name, delivery.timer_id, exc)
+            raise DuplicateDelivery("unavailable") from exc
+        if isinstance(lease, str):
+            raise DuplicateDelivery(lease)
+        run = cls(task, delivery, lease)
+        run.attach(request)
+        # A re-published message is the first one: only the lease knows how many attempts there were.
+        request.retries = lease.attempt - 1
+        return run
+
+    @property
+    def context(self) -> DurableContext:
+        """What the task is told about it."""
+        lease, request = self.lease, self.task.request
+        return DurableContext(
+            timer_id=lease.timer_id, attempt=lease.attempt, fence=lease.fence, due_at=lease.due_at,
+            dispatched_at=lease.dispatched_at, started_at=lease.started_at, schedule=lease.schedule,
+            nominal=lease.nominal, missed=int(request.get("durable_missed") or 0), reason=request.get("durable_reason"),
+        )  # fmt: skip
+
+    @property
+    def holds(self) -> bool:
+        """Whether the lease is still the valid one."""
+        return patiently(
+            self.database, lambda executor: runs.holds(executor, self.lease.timer_id, self.lease.fence),
+            self.database.settings.connect_timeout,
+        )  # fmt: skip
+
+    def succeed(self, value: Any) -> None:
+        """The body has returned: finish, or keep the value until its callbacks are out.
+
+        Raises:
+            UnserializableResult: nothing is settled.
+            DuplicateDelivery: the lease was lost.
+        """
+        held = self.encode(value)
+        if held is None:
+            self.finish()
+        else:
+            self.hold(held)
+
+    def encode(self, value: Any) -> Held | None:
+        """Serialize the return value as the result backend will; None if nobody has to keep it.
+
+        Raises:
+            UnserializableResult: it cannot be serialized.
+        """
+        request = self.task.request
+        follow_ups = bool(request.callbacks or request.chain or request.chord)
+        if not follow_ups and (isinstance(value, _PLAIN) or ignores_result(self.task)):
+            return None
+        try:
+            content_type, encoding, body = dumps(
+                self.task.backend.prepare_value(value), serializer=self.task.app.conf.result_serializer
+            )
+        except Exception as exc:  # serializers are pluggable and raise what they like
+            raise UnserializableResult(f"The result of {self.task.name} cannot be serialized: {exc}") from exc
+        if not follow_ups:
+            return None
+        data = body if isinstance(body, bytes) else body.encode("utf-8")
+        return Held(body=data, content_type=content_type, content_encoding=encoding)
+
+    def resume(self) -> Any:
+        """The value that an earlier attempt returned before its callbacks were known to be out."""
+        held = self.lease.held
+        assert held is not None
+        self.hold(held)
+        return loads(held.body, held.content_type, held.content_encoding, accept={held.content_type})
+
+    def hold(self, held: Held) -> None:
+        """Keep the return value; callbacks may be sent after this."""
+        self._settle(None, lambda executor, id, fence: runs.hold(executor, id, fence, held))
+        self.settled, self.held = False, True
+
+    def finish(self) -> None:
+        """End the run as succeeded."""
+        self._settle("succeeded", runs.finish)
+
+    def back_off(
+        self, *, delay: float | None = None, due_at: Any = None, failure: Failure = runs.NO_FAILURE,
+        ending: str = "failed", lost: bool = False, message: NewTimer | None = None,
+    ) -> None:  # fmt: skip
+        """Put the timer back to waiting, with another message if it changed."""
+
+        def operation(executor: Executor, id: UUID, fence: int) -> bool:
+            call_id = None if message is None else UUID(message.headers["durable_call"])
+            with executor.atomic() if message is not None else nullcontext():
+                due = runs.retry(
+                    executor, id, fence, delay=delay, due_at=due_at, failure=failure, ending=ending, lost=lost,
+                    call_id=call_id,
+                )  # fmt: skip
+                if message is not None and call_id is not None and due is not None:
+                    runs.new_message(executor, message, call_id)
+            return due is not None
+
+        self._settle(ending, operation, failure)
+
+    def bury(self, reason: str, failure: Failure) -> None:
+        """Make a dead letter of the timer."""
+        self._settle(
+            "dead", lambda executor, id, fence: runs.bury(executor, id, fence, reason=reason, failure=failure), failure
+        )
+
+    def skip(self, reason: str) -> None:
+        """End the run because the task said so."""
+        self._settle(
+            "skipped", lambda executor, id, fence: runs.drop(executor, id, fence, state="skipped", reason=reason)
+        )
+
+    def _settle(
+        self, ending: str | None, operation: Callable[[Executor, UUID, int], bool], failure: Failure = runs.NO_FAILURE
+    ) -> None:
+        id, fence = self.lease.timer_id, self.lease.fence
+
+        def settle(executor: Executor) -> bool:
+            if operation(executor, id, fence):
+                return True
+            # A cut connection may have swallowed the answer to our own statement.
+            if ending is not None and ending in runs.endings(executor, id, fence):
+                return True
+            runs.refused(executor, id, fence, self.number, str(self.task.request.hostname or ""), failure)
+            return False
+
+        self.settled = True
+        # As long as the lease may last, the run is ours to settle.
+        try:
+            ours = patiently(self.database, settle, self.database.settings.lease)
+        except (DatabaseUnavailable, SchemaMismatch) as exc:
+            logger.error("End of %s[%s] not stored, its lease will expire: %s", self.task.name, id, exc)
+            raise DuplicateDelivery("unavailable") from exc
+        if not ours:
+            logger.warning("Lease of %s[%s] lost, fence %s: nothing is sent.", self.task.name, id, fence)
+            raise DuplicateDelivery("lease lost")
+
+    def prepare(self, call: Call) -> NewTimer:
+        """See :meth:`Attempt.prepare`: the same timer, task id and key, a new version of the message."""
+        request = self.task.request
+        timer = calls.prepare(
+            self.task.app, self.task, call.args, call.kwargs, call.options, timer_id=self.lease.timer_id,
+            call_id=new_id(), leased=True, key=request.get("durable_key"),
+            headers={name: request.get(name) for name in _KEPT if request.get(name) is not None},
+            max_payload=self.database.settings.max_payload,
+        )  # fmt: skip
+        return replace(timer, key=None)
+
+
+def ignores_result(task: Any) -> bool:
+    """Whether nobody wants this run's result; the call's word goes before the task's."""
+    chosen = vars(task.request).get("ignore_result")
+    return bool(task.ignore_result if chosen is None else chosen)
