@@ -110,7 +110,8 @@ class Story:
         dies = doomed.apply_at(timedelta(seconds=1), key="order-42")
         killed = long.apply_at(timedelta(seconds=0))
         burst = apply_many(work, [(timedelta(seconds=2 + 8 * number / BURST), (number,)) for number in range(BURST)])
-        say(f"{len(burst) + 5} one-shot timers stored; a schedule fires every 2 s")
+        schedules.upsert("every-two-seconds", task="demo.tick", when="*/2 * * * * *", app=app)
+        say(f"{len(burst) + 5} one-shot timers stored, and a schedule: every two seconds")
         say(f"cancel: {cancelled.cancel()}; reschedule from 1 h to 3 s: {moved.reschedule(timedelta(seconds=3))}")
 
         victim = self.folder / "victim"

@@ -20,7 +20,6 @@ app.conf.update(
     result_expires=None,
     broker_connection_retry_on_startup=True,
     worker_hijack_root_logger=False,
-    beat_schedule={"every-two-seconds": {"task": "demo.tick", "schedule": 2.0}},
     # Shorter than anybody needs in production, so that recovery can be watched.
     durable_lease=6, durable_heartbeat=2, durable_claim_timeout=2, durable_publish_timeout=1, durable_sweep_interval=0.5,
 )  # fmt: skip
@@ -28,7 +27,7 @@ app.conf.update(
 
 @app.task(base=DurableTask, name="demo.tick")
 def tick() -> None:
-    """Runs every two seconds by the schedule."""
+    """Runs every two seconds, by a cron text with seconds."""
 
 
 @app.task(base=DurableTask, name="demo.work")
