@@ -135,7 +135,7 @@ class InlineBeat:
 @contextmanager
 def inline_beat(
     app: Celery, entries: Mapping[str, Any] | None = None, publisher: Publisher | None = None
-) -> Iterator[InlineBeat]:  # noqa: E501
+) -> Iterator[InlineBeat]:
     """A beat in this process, closed afterwards."""
     beat = InlineBeat(app, entries, publisher)
     try:

@@ -82,6 +82,13 @@ class Link:
         if connection is not None:
             connection.close()
 
+    def close(self) -> None:
+        """End the other thread, once it is done with what it does, and close the connection."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self.drop()
+
     def cut(self) -> None:
         """Shut the socket down, for signal handlers: no statement, no lock; whoever waits on it gets an error.
 

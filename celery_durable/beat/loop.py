@@ -112,14 +112,17 @@ class Loop:
     def close(self) -> None:
         """Close all connections; nothing waits for an answer."""
         self._publisher.close()
-        self._link.drop()
+        self._link.close()
         self._wakeup.close()
 
     def _connect(self) -> None:
         first = self._occurrences is None
         self._link.run(lambda executor: None)
-        meta.verify(self._database, self._app.main)
-        self._database.close()
+        probe = Database(self._settings)
+        try:
+            meta.verify(probe, self._app.main)
+        finally:
+            probe.close()  # the app's own pool may be in use by other threads
         if self._occurrences is None:
             good, bad = entries.understood(self._app, self._code())
             self._link.transact(lambda executor: entries.sync(executor, good, bad))

@@ -42,6 +42,7 @@ class DurableScheduler(Scheduler):
     def __init__(self, app: Celery, **kwargs: Any) -> None:
         self._loop: Loop | None = None
         self._failed = False
+        self._ticking = False
         self._settings = Settings.from_app(app)
         super().__init__(app, **kwargs)
 
@@ -60,12 +61,15 @@ class DurableScheduler(Scheduler):
         if self._loop is None or self._loop.pid != os.getpid():
             # What a parent process opened is left to it.
             self._loop = Loop(self.app, self.make_publisher(), self.code_entries)
+        self._ticking = True
         try:
             self._loop.turn(float(self.max_interval))
         except SchemaMismatch as exc:
             self._failed = True
             logger.critical("This beat stops: %s", exc)
             raise SystemExit(1) from exc
+        finally:
+            self._ticking = False
         return 0
 
     def make_publisher(self) -> Publisher:
@@ -83,11 +87,11 @@ class DurableScheduler(Scheduler):
         """Nothing is kept in memory that would have to be written."""
 
     def close(self) -> None:
-        """End: shut sockets down, and nothing else.
+        """End: no statement, no lock, nothing that waits for an answer.
 
         Celery calls this in its signal handler, in the middle of a tick, and
-        again after it.  A statement or a lock would wait for the tick that
-        the handler has interrupted.
+        again after it.  In the handler sockets are shut down and no more: a
+        statement or a lock would wait for the tick that it has interrupted.
 
         Raises:
             SystemExit: once, after a tick that raised it: Celery swallows that one, and the
@@ -95,6 +99,8 @@ class DurableScheduler(Scheduler):
         """
         if self._loop is not None and self._loop.pid == os.getpid():
             self._loop.cut()
+            if not self._ticking:
+                self._loop.close()
         super().close()
         if self._failed:
             self._failed = False

@@ -1,0 +1,176 @@
+"""Dispatching on real servers, with beats as processes or turned by the test."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from celery import Celery
+
+from celery_durable import apply_at, apply_many, dead_letters
+from celery_durable.store.database import Database
+from tests.beats import Published, inline_beat, make_app, rows, states
+from tests.servers.processes import CeleryTestBeat
+from tests.servers.waiting import eventually
+
+NOW = timedelta(0)
+StartBeats = Callable[..., list[CeleryTestBeat]]
+
+
+@pytest.fixture
+def app(database_url: str, broker_url: str) -> Iterator[Celery]:
+    app = make_app(database_url, broker_url)
+    yield app
+    app.close()
+    Database.of(app).close()
+
+
+@pytest.fixture
+def published(broker_url: str) -> Published:
+    return Published(broker_url)
+
+
+@pytest.fixture
+def start_beats(app: Celery, database_url: str, broker_url: str) -> Iterator[StartBeats]:
+    """Start so many beats as processes, side by side."""
+    beats: list[CeleryTestBeat] = []
+
+    def start(number: int, **env: str) -> list[CeleryTestBeat]:
+        given = {"CELERY_DURABLE_DATABASE_URL": database_url, "TEST_BROKER": broker_url, **env}
+        new = [CeleryTestBeat("tests.apps.beating", env=given) for _ in range(number)]
+        for beat in new:
+            beat.start(wait=False)
+        beats.extend(new)
+        for beat in new:
+            beat.wait_for_log("Dispatching timers")
+        return new
+
+    yield start
+    for beat in beats:
+        beat.teardown()
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_beats_share_a_burst(app: Celery, published: Published, start_beats: StartBeats, number: int) -> None:
+    """C42: 2,000 timers due at once, each published exactly once, plain and leased ones."""
+    start_beats(number)
+    due = datetime.now(timezone.utc) + timedelta(seconds=1)
+    timers = apply_many("beating.plain", [(due, (each,)) for each in range(1000)], app=app)
+    timers += apply_many("elsewhere.leased", [(due, (each,)) for each in range(1000)], app=app, durable=True)
+    published.until(2000)
+    eventually(lambda: states(app) == {"sent": 1000, "dispatched": 1000})
+    published.collect()
+    assert set(published.ids) == {str(each.id) for each in timers}
+    assert set(published.ids.values()) == {1}
+
+
+def test_three_beats_share_one_shots_and_schedules(app: Celery, published: Published, start_beats: StartBeats) -> None:
+    """C42, shortened: nothing twice, nothing missing, every beat had a part in it."""
+    entries = {f"every-{each}": {"task": "beating.plain", "schedule": 1.0} for each in range(5)}
+    start_beats(3, TEST_ENTRIES=json.dumps(entries))
+    begin = datetime.now(timezone.utc)
+    items = [(begin + timedelta(seconds=6 * each / 500), (each,)) for each in range(500)]
+    timers = apply_many("beating.plain", items, app=app)
+
+    def all_had_a_part() -> bool:
+        counted = rows(app, "select dispatched from {schema}.beat")
+        return len(counted) == 3 and all(each.dispatched > 0 for each in counted)
+
+    eventually(lambda: states(app).get("waiting", 0) == 0, timeout=30)
+    eventually(all_had_a_part, timeout=30)
+    published.collect()
+    one_shots = {str(each.id) for each in timers}
+    assert one_shots <= set(published.ids)
+    assert set(published.ids.values()) == {1}
+    ticks = [each for each in published.headers if each.get("durable_schedule")]
+    made = {(each["durable_schedule"], each["durable_nominal"]) for each in ticks}
+    assert len(made) == len(ticks) >= 25, "no occurrence twice"
+    assert all(each["durable_missed"] == 0 for each in ticks)
+
+
+def test_an_idle_beat_wakes_for_a_timer(app: Celery, published: Published, start_beats: StartBeats) -> None:
+    """C56: though it may sleep for five seconds, it hears of a timer due in two, and of one due at once."""
+    start_beats(1, TEST_POLL="60")
+    time.sleep(1.5)
+    soon, at_once = apply_at("beating.plain", 2.0, app=app), apply_at("beating.plain", NOW, app=app)
+    published.until(2)
+    lateness = rows(app, "select id, extract(epoch from dispatched_at - due_at)::float8 as late from {schema}.outcome")
+    assert {each.id for each in lateness} == {soon.id, at_once.id}
+    assert all(0 <= each.late < 1.0 for each in lateness)
+
+
+def test_timers_of_one_instant_all_run(app: Celery, published: Published) -> None:
+    """C71: 2, then 50 with an identical due time, different tasks and arguments."""
+    due = datetime.now(timezone.utc)
+    with inline_beat(app) as beat:
+        for number in (2, 50):
+            for each in range(number):
+                apply_at(f"elsewhere.task{each}", due, (each,), app=app, durable=False)
+            beat.until(lambda: "waiting" not in states(app) and "claimed" not in states(app))
+    assert published.collect() == 52
+    assert states(app) == {"sent": 52}
+    assert sorted(each["task"] for each in published.headers)[-1] == "elsewhere.task9"
+
+
+def test_more_pages_than_one(app: Celery, published: Published) -> None:
+    apply_many("beating.plain", [(NOW, (each,)) for each in range(1050)], app=app)
+    with inline_beat(app) as beat:
+        beat.until(lambda: states(app) == {"sent": 1050})
+    assert published.collect() == 1050 and set(published.ids.values()) == {1}
+
+
+def test_a_tick_returns_nought(app: Celery, published: Published) -> None:
+    from celery_durable.beat import DurableScheduler
+
+    apply_at("beating.plain", NOW, app=app)
+    scheduler = DurableScheduler(app, max_interval=0.2)
+    assert scheduler.tick() == 0
+    assert published.collect() == 1
+    before = time.monotonic()
+    assert scheduler.tick() == 0
+    assert time.monotonic() - before < 3
+    scheduler.close()
+    scheduler.close()
+
+
+def test_a_beat_that_is_only_shown_connects_to_nothing() -> None:
+    from celery_durable.beat import DurableScheduler
+
+    app = Celery("nowhere", broker="redis://127.0.0.1:1/0", set_as_current=False)
+    app.conf.durable_database_url = "postgresql://me:secret@127.0.0.1:1/db"
+    for lazy in (True, False):
+        scheduler = DurableScheduler(app, lazy=lazy)
+        assert scheduler.max_interval == 5
+        assert "127.0.0.1:1/db" in scheduler.info and "secret" not in scheduler.info
+        scheduler.close()
+
+
+def test_bad_rows_are_set_aside_and_the_rest_goes_on(app: Celery, published: Published) -> None:
+    names = ("list", "null", "infinite", "never", "good")
+    timers = {name: apply_at("beating.plain", NOW, (1,), app=app) for name in names}
+    for name, column in (("list", "headers = '[1]'"), ("null", "properties = 'null'")):
+        rows(app, "update {schema}.call set " + column + " where id = %(id)s", id=timers[name].id)
+    rows(app, "update {schema}.timer set expires_at = 'infinity' where id = %(id)s", id=timers["infinite"].id)
+    rows(
+        app, "update {schema}.timer set due_at = '-infinity', wake_at = '-infinity' where id = %(id)s",
+        id=timers["never"].id,
+    )  # fmt: skip
+    with inline_beat(app) as beat:
+        beat.until(lambda: states(app) == {"sent": 3, "dead": 2})
+    assert published.collect() == 3
+    found = {each.id: each for each in dead_letters.find_all(app=app)}
+    assert set(found) == {timers["list"].id, timers["null"].id}
+    assert all(each.reason == "undispatchable" and "JSON" in (each.error or "") for each in found.values())
+
+
+def test_an_expired_timer_is_not_published(app: Celery, published: Published) -> None:
+    timer = apply_at("beating.plain", 0.2, app=app, expires=0.4)
+    eventually(
+        lambda: rows(app, "select 1 from {schema}.timer where expires_at < {schema}.clock()"), message="it has expired"
+    )
+    with inline_beat(app) as beat:
+        beat.until(lambda: states(app) == {"expired": 1})
+    assert published.collect() == 0 and str(timer.state) == "expired"

@@ -1,0 +1,244 @@
+"""A beat turned by the test, with a broker that answers as told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from celery import Celery
+
+from celery_durable import apply_at, apply_many, dead_letters, get_timer
+from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing
+from celery_durable.store.database import Database
+from tests.beats import inline_beat, make_app, rows, states
+
+NOW = timedelta(0)
+
+
+class Scripted:
+    """A publisher that answers as told, and confirms when nothing is left to tell."""
+
+    def __init__(self, *answers: Outcome | BrokerUnavailable | Callable[[], None]) -> None:
+        self._answers = list(answers)
+        self.pages: list[list[UUID]] = []
+
+    def publish(self, outgoing: Sequence[Outgoing]) -> list[Delivery]:
+        self.pages.append([UUID(str(each.timer_id)) for each in outgoing])
+        answer = self._answers.pop(0) if self._answers else Outcome.CONFIRMED
+        if isinstance(answer, BrokerUnavailable):
+            raise answer
+        if not isinstance(answer, Outcome):
+            answer()
+            answer = Outcome.CONFIRMED
+        return [Delivery(each.timer_id, answer, "as told") for each in outgoing]
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Settings of the app, for a test to override."""
+    return {}
+
+
+@pytest.fixture
+def local(database_url: str, settings: dict[str, Any]) -> Iterator[Celery]:
+    """An app whose broker is a script."""
+    app = make_app(database_url, "memory://", **settings)
+    yield app
+    Database.of(app).close()
+
+
+def sent(app: Celery, number: int = 1) -> Callable[[], bool]:
+    return lambda: states(app) == {"sent": number}
+
+
+def test_what_the_broker_refuses_is_dead_and_what_it_returns_is_tried_again(local: Celery) -> None:
+    publisher = Scripted(Outcome.REFUSED, Outcome.RETURNED, Outcome.RETURNED)
+    with inline_beat(local, publisher=publisher) as beat:
+        apply_at("beating.plain", NOW, app=local)
+        beat.until(lambda: states(local) == {"dead": 1})
+        timer = apply_at("beating.plain", NOW, app=local)
+        beat.until(lambda: states(local) == {"dead": 1, "sent": 1})
+    assert publisher.pages[1:] == [[timer.id]] * 3
+
+
+def test_what_is_uncertain_is_published_again_when_its_claim_expires(local: Celery) -> None:
+    publisher = Scripted(Outcome.UNCERTAIN)
+    timer = apply_at("beating.plain", NOW, app=local)
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(sent(local))
+    assert publisher.pages == [[timer.id]] * 2
+
+
+def test_while_the_broker_is_away_nothing_is_claimed(local: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """C48: it is said once, one timer serves as probe, all follow when it is back."""
+    away = BrokerUnavailable("gone")
+    publisher = Scripted(*[away] * 4)
+    apply_many("beating.plain", [(NOW, (each,)) for each in range(1200)], app=local)
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(lambda: len(publisher.pages) >= 4, timeout=20)
+        assert states(local)["waiting"] >= 190
+        beat.until(sent(local, 1200), timeout=20)
+    assert [len(page) for page in publisher.pages[:4]] == [500, 1, 1, 1]
+    assert caplog.text.count("does not take messages") == 1
+    assert caplog.text.count("takes messages again") == 1
+
+
+def test_a_mark_that_comes_too_late_changes_nothing(local: Celery) -> None:
+    """C44: while one beat held its claim too long, another has published; the late mark is fenced."""
+    timer = apply_at("beating.plain", NOW, app=local)
+    with inline_beat(local) as other:
+        other.loop._dispatcher._publisher = Scripted()  # the beat that takes over
+
+        def too_long() -> None:
+            other.until(sent(local))
+
+        with inline_beat(local, publisher=Scripted(too_long)) as slow:
+            slow.turn()
+    assert states(local) == {"sent": 1}
+    assert get_timer(timer.id, app=local) is not None
+    assert len(rows(local, "select fence from {schema}.outcome")) == 1
+
+
+def test_no_transaction_is_open_while_publishing(local: Celery) -> None:
+    """C50: cancelling, inserting and vacuum never wait for the broker."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.extend(
+            rows(
+                local,
+                "select state, xact_start, backend_xmin from pg_stat_activity "
+                "where application_name like 'celery-durable beat%%' and state <> 'idle'",
+            )
+        )
+
+    apply_at("beating.plain", NOW, app=local)
+    publisher = Scripted(look)
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(sent(local))
+    assert publisher.pages and seen == []
+
+
+def test_a_run_that_lost_its_worker_goes_back_to_waiting(local: Celery) -> None:
+    timer = apply_at("elsewhere.leased", NOW, app=local, durable=True)
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(lambda: states(local) == {"dispatched": 1})
+        rows(
+            local,
+            "update {schema}.run set state = 'running', deadline = {schema}.clock(), attempt = 1, max_attempts = 2, "
+            "retry_in = 0.1, worker = 'w', token = 't' where id = %(id)s",
+            id=timer.id,
+        )
+        beat.until(lambda: states(local) == {"dispatched": 1})
+        rows(
+            local,
+            "update {schema}.run set state = 'running', deadline = {schema}.clock(), attempt = 2, max_attempts = 2, "
+            "retry_in = 0.1, worker = 'w', token = 't' where id = %(id)s",
+            id=timer.id,
+        )
+        beat.until(lambda: states(local) == {"dead": 1})
+    assert dead_letters.find_all(app=local)[0].reason == "worker lost"
+
+
+@pytest.mark.parametrize("settings", [{"durable_page": 20}])
+def test_long_runs_do_not_hide_a_lost_one(local: Celery) -> None:
+    """More live leases than a page, all past their first deadline and kept alive by heartbeats."""
+    timers = apply_many("elsewhere.leased", [(NOW, (each,)) for each in range(60)], app=local, durable=True)
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(lambda: states(local) == {"dispatched": 60})
+        rows(
+            local,
+            "update {schema}.run set state = 'running', deadline = {schema}.clock() - interval '1 hour', attempt = 1, "
+            "worker = 'w', token = 't', retry_in = 3600, max_attempts = 9",
+        )
+        lost = timers[-1].id
+        rows(local, "update {schema}.run set deadline = {schema}.clock() where id = %(id)s", id=lost)
+        rows(
+            local,
+            "insert into {schema}.renewal (id, fence, until) select id, fence, {schema}.clock() + interval '1 hour' "
+            "from {schema}.run where id <> %(id)s",
+            id=lost,
+        )
+        beat.until(lambda: states(local) == {"running": 59, "waiting": 1})
+
+
+@pytest.mark.parametrize("settings", [{"durable_retention": 0.5}])
+def test_finished_timers_are_forgotten_after_the_retention(local: Celery) -> None:
+    apply_many("beating.plain", [(NOW, (each,)) for each in range(600)], app=local)
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(sent(local, 600))
+        beat.until(lambda: states(local) == {})
+    assert rows(local, "select count(*) as n from {schema}.call")[0].n == 0
+
+
+def test_a_sweep_that_fails_stops_neither_the_others_nor_dispatching(
+    local: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows(local, "alter table {schema}.renewal rename column until to away")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        apply_at("beating.plain", NOW, app=local)
+        rows(local, "alter table {schema}.renewal rename column away to until")
+        rows(local, "alter table {schema}.beat add constraint broken check (false) not valid")
+        beat.until(lambda: "signs of life failed" in caplog.text)
+        beat.until(sent(local))
+
+
+def test_timers_of_every_shard_are_dispatched(local: Celery) -> None:
+    rows(local, "update {schema}.meta set value = '3' where name = 'shards'")
+    timers = apply_many("beating.plain", [(NOW, (each,)) for each in range(9)], app=local)
+    for number, timer in enumerate(timers):
+        rows(
+            local, "update {schema}.timer set shard = %(shard)s where id = %(id)s", shard=number % 3, id=timer.id
+        )  # fmt: skip
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(sent(local, 9))
+
+
+def test_a_late_commit_is_found_behind_the_watermark(local: Celery) -> None:
+    """T3: a transaction open for longer than the watermark trails: its announcement lowers the bound."""
+    connection = Database.of(local).connect("slow")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.turn()
+        with connection.transaction():
+            apply_at("beating.plain", NOW, app=local, connection=connection)
+        (watermark,) = beat.loop._watermarks.values()
+        watermark.begin(time.monotonic())
+        watermark.emptied(time.time() + 60)  # as if the transaction had been open for 65 s
+        beat.loop._sweeper._next_at = beat.loop._occurrences._look_at = time.monotonic() + 60  # type: ignore[union-attr]
+        beat.loop.turn(5.0)
+        beat.loop.turn(0.01)
+        assert states(local) == {"sent": 1}
+    connection.close()
+
+
+def test_threads_may_schedule_while_a_beat_dispatches(local: Celery) -> None:
+    """T4: timers that fall due between the claim and the look at the next one are not slept over."""
+    publisher = Scripted()
+    number = 300
+
+    def insert() -> None:
+        for each in range(number):
+            apply_at("beating.plain", 0.05 * (each % 3), (each,), app=local)
+
+    threads = [threading.Thread(target=insert) for _ in range(2)]
+    with inline_beat(local, publisher=publisher) as beat:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30
+        while not sent(local, 2 * number)():
+            assert time.monotonic() < deadline
+            beat.loop.turn(5.0)
+        for thread in threads:
+            thread.join()
+    late = rows(local, "select max(extract(epoch from dispatched_at - due_at))::float8 as late from {schema}.outcome")
+    assert late[0].late < 3
+    assert sum(map(len, publisher.pages)) == 2 * number
