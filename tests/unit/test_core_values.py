@@ -38,7 +38,7 @@ def test_an_occurrence_has_one_key_in_every_zone() -> None:
 
 
 def test_every_state_is_live_or_ended() -> None:
-    assert LIVE | ENDED == set(State)
+    assert set(State) == LIVE | ENDED
     assert not LIVE & ENDED
     assert {state for state in State if state.ended} == ENDED
     assert str(State.DEAD) == "dead" == State.DEAD
