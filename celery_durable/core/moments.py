@@ -50,9 +50,7 @@ def moment(when: When, *, naive: tzinfo | None = None, now: datetime | None = No
             f"{when!r} is no due time. Pass an aware datetime, a timedelta, or a number of seconds from now."
         )
     if abs(seconds) > FARTHEST.total_seconds():
-        raise ValueError(
-            f"{when!r} is over a hundred years away. Is it in milliseconds? A delay is given in seconds."
-        )
+        raise ValueError(f"{when!r} is over a hundred years away. Is it in milliseconds? A delay is given in seconds.")
     return Moment(after=seconds)
 
 
