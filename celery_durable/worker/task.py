@@ -117,10 +117,10 @@ class DurableTask(Unwrapped, Base):
         return execution.run_leased(self, delivery, body)
 
     @property
-    def durable(self) -> DurableContext | None:
-        """The present attempt of the timer; None in a run that has none (direct, eager, a plain function call)."""
+    def durable(self) -> DurableContext:
+        """The present attempt, and the timer that it runs for, if it has one."""
         run = Attempt.of(self.request)
-        return run.context if isinstance(run, LeasedRun) else None
+        return run.context if isinstance(run, LeasedRun) else DurableContext(attempt=self.request.retries + 1)
 
     @property
     def idempotency_key(self) -> str | None:

@@ -30,7 +30,7 @@ app.conf.update(
 @app.task(bind=True, autoretry_for=(ConnectionError,), max_retries=5, retry_backoff=2, retry_backoff_max=300)
 def charge(self: DurableTask, order: int) -> str:
     """Charge an order; the key lets the payment service recognise a repeated attempt."""
-    return f"charged {order} as {self.idempotency_key}, attempt {self.durable.attempt if self.durable else 1}"
+    return f"charged {order} as {self.idempotency_key}, attempt {self.durable.attempt}"
 
 
 @app.task
