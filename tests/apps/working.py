@@ -1,0 +1,220 @@
+"""An app for tests of workers: short leases and back-offs, and bodies that end in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from celery import Celery
+from celery.exceptions import Ignore, Reject
+
+from celery_durable import DurableTask
+
+URL = os.environ.get("CELERY_DURABLE_DATABASE_URL", "")
+
+app = Celery("working", broker=os.environ.get("TEST_BROKER"), backend=os.environ.get("TEST_BACKEND"))
+app.conf.update(
+    beat_scheduler="durable",
+    task_default_queue="working",
+    task_track_started=True,
+    broker_connection_retry_on_startup=True,
+    worker_prefetch_multiplier=1,
+    durable_lease=float(os.environ.get("TEST_LEASE", "3")),
+    durable_heartbeat=float(os.environ.get("TEST_LEASE", "3")) / 3,
+    durable_claim_timeout=2,
+    durable_publish_timeout=1,
+    durable_sweep_interval=0.3,
+    durable_poll_interval=1,
+    durable_connect_timeout=2,
+)
+
+TABLE = """create table if not exists body (at timestamptz default clock_timestamp(), name text, task_id text,
+    timer_id uuid, attempt int, retries int, key text, pid int, parent int, more json)"""
+
+#: Short enough for a test, long enough that a delay is one.
+QUICK = {"base": DurableTask, "bind": True, "shared": False, "retry_backoff": 0.2, "retry_backoff_max": 1}
+
+
+def record(task: Any, name: str) -> int:
+    """Note that a body has begun; returns the number of its bodies so far, this one included."""
+    request, durable = task.request, task.durable
+    more = {
+        "tenant": request.get("x-tenant"), "priority": request.delivery_info["priority"],
+        "queue": request.delivery_info["routing_key"], "root_id": request.root_id, "args": request.args,
+        "kwargs": request.kwargs, "lateness": None if durable is None else durable.lateness.total_seconds(),
+        "fence": None if durable is None else durable.fence,
+    }  # fmt: skip
+    with psycopg.connect(URL.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute(
+            "insert into body (name, task_id, timer_id, attempt, retries, key, pid, parent, more)"
+            " values (%s, %s, %s, %s, %s, %s, %s, %s, %s)",
+            (
+                name, request.id, durable and durable.timer_id, durable and durable.attempt, request.retries,
+                task.idempotency_key, os.getpid(), os.getppid(), json.dumps(more, default=str),
+            ),
+        )  # fmt: skip
+        row = connection.execute("select count(*) from body where name = %s", (name,)).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def wait_for(file: str) -> None:
+    """Wait until a file is there: the test says when the body may go on."""
+    deadline = time.monotonic() + 60
+    while not Path(file).exists():
+        assert time.monotonic() < deadline, f"{file} never came"
+        time.sleep(0.02)
+
+
+@app.task(**QUICK, name="working.note")
+def note(self: Any, name: str, value: Any = None) -> Any:
+    """Leave a row."""
+    record(self, name)
+    return value
+
+
+@app.task(name="working.after", bind=True, shared=False)
+def after(self: Any, value: Any, name: str) -> Any:
+    """A plain callback."""
+    with psycopg.connect(URL.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute("insert into body (name, task_id) values (%s, %s)", (name, self.request.id))
+    return value
+
+
+@app.task(name="working.errback", bind=True, shared=False)
+def errback(self: Any, *_: Any) -> None:
+    """A callback for failures."""
+    after.run(None, "errback")
+
+
+@app.task(**QUICK, name="working.flaky")
+def flaky(self: Any, name: str, failures: int) -> str:
+    """Fail so many times, then work."""
+    if record(self, name) <= failures:
+        raise ConnectionError(f"nobody there\x00 at attempt {self.request.retries + 1}")
+    return name
+
+
+@app.task(**{**QUICK, "max_retries": 2}, name="working.doomed")
+def doomed(self: Any, name: str, cure: str = "", **_: Any) -> str:
+    """Fail each time, until there is a cure."""
+    record(self, name)
+    if cure and Path(cure).exists():
+        return "cured"
+    try:
+        {}["missing"]
+    except KeyError as exc:
+        raise ValueError(f"{name} cannot work") from exc
+    return ""
+
+
+@app.task(**QUICK, name="working.picky", dont_autoretry_for=(LookupError,))
+def picky(self: Any, name: str) -> None:
+    """Fail in a way that no second attempt can mend."""
+    record(self, name)
+    raise KeyError(name)
+
+
+@app.task(**QUICK, name="working.waiting", soft_time_limit=None)
+def waiting(self: Any, name: str, file: str) -> str:
+    """Run until the file is there."""
+    record(self, name)
+    wait_for(file)
+    self.check_lease()
+    return name
+
+
+@app.task(**QUICK, name="working.gate")
+def gate(self: Any, name: str, file: str) -> str:
+    """As waiting, without looking at the lease: the fence alone decides."""
+    record(self, name)
+    wait_for(file)
+    return name
+
+
+@app.task(**{**QUICK, "max_retries": 2}, name="working.killer")
+def killer(self: Any, name: str, times: int = 1000) -> str:
+    """Kill the process that runs the body, so many times."""
+    if record(self, name) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return name
+
+
+@app.task(**QUICK, name="working.leaving")
+def leaving(self: Any, name: str) -> str:
+    """Leave the process at the first attempt."""
+    if record(self, name) == 1:
+        sys.exit(3)
+    return name
+
+
+@app.task(**{**QUICK, "max_retries": 1}, name="working.endless", time_limit=2)
+def endless(self: Any, name: str) -> None:
+    """Run into the hard time limit."""
+    record(self, name)
+    time.sleep(60)
+
+
+@app.task(**{**QUICK, "max_retries": 1}, name="working.slow", soft_time_limit=1)
+def slow(self: Any, name: str) -> None:
+    """Run into the soft time limit."""
+    record(self, name)
+    time.sleep(60)
+
+
+@app.task(**QUICK, name="working.asking")
+def asking(self: Any, name: str, number: int = 1, *, last: int = 3) -> int:
+    """Ask for another attempt with other arguments until the last one."""
+    record(self, name)
+    if number < last:
+        raise self.retry(args=(name, number + 1), kwargs={"last": last}, countdown=0.1, headers={"x-tenant": 8})
+    return number
+
+
+@app.task(**QUICK, name="working.giving_up")
+def giving_up(self: Any, name: str) -> None:
+    """Ask more often than allowed."""
+    record(self, name)
+    raise self.retry(exc=OSError("no answer"), countdown=0, max_retries=1)
+
+
+@app.task(**QUICK, name="working.swallowing")
+def swallowing(self: Any, name: str) -> str:
+    """Ask for a retry at the first attempt and go on."""
+    if record(self, name) == 1:
+        self.retry(countdown=0.1, throw=False)
+    return "swallowed"
+
+
+@app.task(**QUICK, name="working.ignoring")
+def ignoring(self: Any, name: str) -> None:
+    """Say that there is nothing to say."""
+    record(self, name)
+    raise Ignore("not today")
+
+
+@app.task(**QUICK, name="working.rejecting")
+def rejecting(self: Any, name: str) -> None:
+    """Reject the message."""
+    record(self, name)
+    raise Reject("no good", requeue=False)
+
+
+@app.task(**QUICK, name="working.unserializable")
+def unserializable(self: Any, name: str) -> Any:
+    """Return what no serializer takes."""
+    record(self, name)
+    return object()
+
+
+@app.task(**QUICK, name="working.calling_itself")
+def calling_itself(self: Any, name: str, depth: int = 0) -> int:
+    """Call the task as a function from within its body."""
+    record(self, name) if depth == 0 else None
+    return depth if depth == 3 else self(name, depth + 1)
