@@ -47,6 +47,15 @@ def database_url(postgres: PostgresServer) -> Iterator[str]:
     postgres.drop_database(name)
 
 
+@pytest.fixture(params=["18", "15"])
+def each_database_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same on the newest PostgreSQL and on the oldest that the tests run on."""
+    server: PostgresServer = request.getfixturevalue("postgres" if request.param == "18" else "postgres15")
+    name = server.create_database()
+    yield server.url(name)
+    server.drop_database(name)
+
+
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ValkeyServer]:
     """Valkey from its wheel; one for the process."""

@@ -18,6 +18,7 @@ from celery_durable.store import migrations
 from celery_durable.store.database import Database
 from tests.apps import recording
 from tests.servers.brokers import ValkeyServer
+from tests.servers.postgres import PostgresServer
 from tests.servers.processes import CeleryTestBeat, CeleryTestSetup, CeleryTestWorker, Cluster
 from tests.servers.waiting import eventually
 
@@ -78,10 +79,13 @@ def bench(database_url: str, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def any_bench(
-    database_url: str, broker_url: str, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, broker_url: str, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bench]:
-    """The same, on each broker."""
-    yield from _bench(database_url, broker_url, valkey, monkeypatch)
+    """The same, on each broker, and on PostgreSQL 18 and 15 in turn."""
+    server: PostgresServer = request.getfixturevalue("postgres15" if broker_url.startswith("amqp") else "postgres")
+    name = server.create_database()
+    yield from _bench(server.url(name), broker_url, valkey, monkeypatch)
+    server.drop_database(name)
 
 
 def _bench(

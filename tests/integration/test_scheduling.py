@@ -48,6 +48,11 @@ def make_app(database_url: str, **settings: Any) -> Celery:
 
 
 @pytest.fixture
+def database_url(each_database_url: str) -> str:
+    return each_database_url
+
+
+@pytest.fixture
 def app(database_url: str) -> Iterator[Celery]:
     app = make_app(database_url)
     migrations.upgrade(Database.of(app), app_name=app.main)
