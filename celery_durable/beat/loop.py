@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from random import random
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 
 #: Seconds between two looks at the number of shards.
 SHARDS_EVERY = 10.0
+#: Shortest and longest pause before another try at a due timer whose row is locked, in seconds.
+HELD_UP = (0.001, 0.25)
 
 
 class Loop:
@@ -66,6 +69,7 @@ class Loop:
         self._occurrences: Occurrences | None = None
         self._watermarks: dict[int, Watermark] = {}
         self._shards_at = float("-inf")
+        self._held_up = HELD_UP[0]
 
     def turn(self, longest: float) -> None:
         """Do what is due, then sleep until there is more to do.
@@ -80,11 +84,16 @@ class Loop:
             if self._occurrences is None or not self._link.connected:
                 self._connect()
             wait = self._guarded_work(longest)
-        except (DatabaseUnavailable, psycopg.Error) as exc:
-            # Away; or a deadlock, a cancelled statement, a full disk: that statement changed nothing.
-            if self._postgres.failed(time.monotonic()):
-                logger.error("Postgres does not answer, trying again until it does: %s", exc)
-            wait = self._postgres.remaining(time.monotonic())
+        except SchemaMismatch:
+            raise
+        except DatabaseUnavailable as exc:
+            wait = self._failed("Postgres does not answer, trying again until it does: %s", exc)
+        except psycopg.Error as exc:
+            # A deadlock, a cancelled statement, a full disk: that statement changed nothing.
+            wait = self._failed("Postgres refuses a statement, trying again: %s", exc)
+        except Exception as exc:  # a bug, here or in a client library, is no reason to leave all timers alone
+            logger.debug("Unexpected error", exc_info=True)
+            wait = self._failed("Unexpected error, trying again: %r", exc)
         if wait <= 0:
             return
         until = time.monotonic() + min(wait, longest)
@@ -92,6 +101,12 @@ class Loop:
             time.sleep(max(until - time.monotonic(), 0))
         else:
             self._wakeup.sleep(until, self._heard)
+
+    def _failed(self, text: str, exc: Exception) -> float:
+        """Say what has failed if it is news; returns the pause before the next try."""
+        if self._postgres.failed(time.monotonic()):
+            logger.error(text, exc)
+        return self._postgres.remaining(time.monotonic())
 
     def look_again(self) -> None:
         """Look at everything at the next turn, as after an outage or a change of the database's clock."""
@@ -167,7 +182,7 @@ class Loop:
 
     def _dispatch(self) -> float:
         """Dispatch what is due in every shard; returns seconds until more is, 0 when there may be more now."""
-        until = float("inf")
+        until = inf
         for shard, watermark in self._watermarks.items():
             if self._dispatcher.drain(shard, watermark):
                 until = 0.0
@@ -176,9 +191,14 @@ class Loop:
             outlook = self._link.run(partial(claims.next_due, shard=shard, watermark=bound))
             now = time.monotonic()
             self._clock.read(outlook.now, now)
-            if outlook.wake_at is not None:
-                # Overdue and not claimed a moment ago: another beat holds it, which takes a moment.
-                until = min(until, max(outlook.wake_at - outlook.now, 0.001))
+            if outlook.wake_at is None or outlook.wake_at > outlook.now:
+                self._held_up = HELD_UP[0]
+                until = min(until, inf if outlook.wake_at is None else outlook.wake_at - outlook.now)
+            else:
+                # Overdue, and not there a moment ago: it has just fallen due, or somebody holds its row, who may be
+                # a beat for a moment or a transaction for a minute.
+                until = min(until, self._held_up)
+                self._held_up = min(self._held_up * 2, HELD_UP[1])
         if self._broker.active:
             until = min(until, self._broker.remaining(time.monotonic()))
         return until

@@ -41,6 +41,7 @@ class DurableScheduler(Scheduler):
 
     def __init__(self, app: Celery, **kwargs: Any) -> None:
         self._loop: Loop | None = None
+        self._inherited: list[Loop | None] = []
         self._failed = False
         self._ticking = False
         self._settings = Settings.from_app(app)
@@ -59,7 +60,8 @@ class DurableScheduler(Scheduler):
             SystemExit: the schema is missing or of another version; the message names the cure.
         """
         if self._loop is None or self._loop.pid != os.getpid():
-            # What a parent process opened is left to it.
+            # What a parent process opened is left to it; collected as garbage it would end the parent's sessions.
+            self._inherited.append(self._loop)
             self._loop = Loop(self.app, self.make_publisher(), self.code_entries)
         self._ticking = True
         try:

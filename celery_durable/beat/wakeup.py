@@ -6,6 +6,7 @@ finds the same timers by polling.
 
 from __future__ import annotations
 
+import select
 import selectors
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ logger = get_logger(__name__)
 
 #: Seconds between two tries to listen.
 RETRY = 30.0
+#: ``FD_SETSIZE``: larger descriptors are beyond ``select``.
+SELECTABLE = 1024
 
 
 class Wakeup:
@@ -54,10 +57,7 @@ class Wakeup:
             if self._connection is None:
                 time.sleep(remaining)
                 continue
-            # Not psycopg's own wait: it looks for signals every 0.1 s only.
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._connection.fileno(), selectors.EVENT_READ)
-                selector.select(remaining)
+            wait_readable(self._connection.fileno(), remaining)
 
     def _announcements(self) -> list[str]:
         self._listen()
@@ -99,3 +99,18 @@ class Wakeup:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def wait_readable(descriptor: int, seconds: float) -> None:
+    """Wait until there is something to read, or a signal, or the time is over.
+
+    Not psycopg's own wait, which looks for signals every 0.1 s only; and
+    ``select`` where it can be used, because ``poll`` and ``epoll`` round up to
+    the next millisecond, which each timer would be late.
+    """
+    if descriptor < SELECTABLE:
+        select.select([descriptor], [], [], seconds)
+        return
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        selector.select(seconds)

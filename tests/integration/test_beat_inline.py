@@ -242,3 +242,32 @@ def test_threads_may_schedule_while_a_beat_dispatches(local: Celery) -> None:
     late = rows(local, "select max(extract(epoch from dispatched_at - due_at))::float8 as late from {schema}.outcome")
     assert late[0].late < 3
     assert sum(map(len, publisher.pages)) == 2 * number
+
+
+def test_a_locked_timer_makes_no_beat_spin(local: Celery) -> None:
+    """Somebody's open transaction holds a due timer: the beat looks again now and then, and takes it when it is free."""
+    timer = apply_at("beating.plain", NOW, app=local)
+    connection = Database.of(local).connect("holder")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        with connection.transaction():
+            connection.execute("select from celery_durable.timer where id = %s for update", (str(timer.id),))
+            looks = 0
+            until = time.monotonic() + 2
+            while time.monotonic() < until:
+                beat.loop.turn(5.0)
+                looks += 1
+            assert states(local) == {"waiting": 1}
+            assert looks < 60
+        beat.until(sent(local))
+    connection.close()
+
+
+def test_an_unexpected_error_ends_no_beat(local: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    publisher = Scripted(broken)
+    apply_at("beating.plain", NOW, app=local)
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(sent(local))
+    assert "a bug" in caplog.text and len(publisher.pages) == 2
