@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
 # Files run in parallel; each owns its servers. More processes than cores only make timing tests wait.
 JOBS ?= 2
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: demo test test-unit lint bench clean setup
+.PHONY: demo test test-unit test-oldest lint bench clean setup
 
 demo: $(STAMP)
 	$(BIN)/python -m celery_durable.demo
@@ -17,9 +18,15 @@ test: $(STAMP)
 	@sh tests/servers/install.sh
 	$(BIN)/python -m pytest tests/unit
 	$(BIN)/python -m pytest --ignore=tests/unit -n $(JOBS) --dist loadfile
+	@$(MAKE) --no-print-directory test-oldest
 
 test-unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit
+
+# The unit tests and the main job on the oldest Celery that is supported: the contract of every hook.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest tests/unit -n $(JOBS)
+	$(OLDEST)/bin/python -m pytest tests/integration/test_end_to_end.py -k main_job
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,5 +49,11 @@ $(STAMP): pyproject.toml
 	$(PIP) install --editable '.[dev]'
 	@touch $@
 
+$(OLDEST)/.installed: pyproject.toml $(STAMP)
+	@$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install --upgrade pip
+	$(OLDEST)/bin/python -m pip --quiet --disable-pip-version-check install --editable '.[dev]' 'celery==5.5.*'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -234,5 +234,9 @@ class Solar(Walked):
     def _search(self, start: datetime) -> datetime:
         sun = _celery_solar(self.event, self.lat, self.lon, nowfun=lambda: start)
         sun.tz = UTC  # else it would ask the current app
-        remaining: timedelta = sun.remaining_estimate(start)
+        try:
+            remaining: timedelta = sun.remaining_estimate(start)
+        except TypeError:
+            # Celery 5.5 fails so on a day without sunrise or sunset; 5.6 and newer answer "the next day".
+            return start + timedelta(days=1)
         return start + remaining

@@ -97,7 +97,8 @@ class TestCrontab:
             from_celery(crontab(minute=[]), tz="UTC")
 
     def test_date_that_never_comes(self) -> None:
-        with pytest.raises(InvalidSchedule, match="never occurs"):
+        # Celery 5.7 refuses it in its own words, before ours.
+        with pytest.raises(InvalidSchedule, match="never occurs|no date that ever comes"):
             from_spec(Spec("crontab", "0 0 31 4 *", "UTC"))
 
 
