@@ -218,3 +218,50 @@ def calling_itself(self: Any, name: str, depth: int = 0) -> int:
     """Call the task as a function from within its body."""
     record(self, name) if depth == 0 else None
     return depth if depth == 3 else self(name, depth + 1)
+
+
+@app.task(**QUICK, name="working.gated_failure")
+def gated_failure(self: Any, name: str, file: str) -> str:
+    """Fail at the first attempt, when the test says so."""
+    first = record(self, name) == 1
+    wait_for(file)
+    if first:
+        raise ConnectionError("no")
+    return name
+
+
+@app.task(**QUICK, name="working.gated_retry")
+def gated_retry(self: Any, name: str, file: str) -> str:
+    """Ask for a retry at the first attempt, when the test says so."""
+    first = record(self, name) == 1
+    wait_for(file)
+    if first:
+        raise self.retry(args=(name, file), countdown=0.1)
+    return name
+
+
+@app.task(**{**QUICK, "retry_backoff": 3, "retry_backoff_max": 3}, name="working.patient")
+def patient(self: Any, name: str) -> None:
+    """Fail at once, and wait long."""
+    record(self, name)
+    raise ConnectionError("no")
+
+
+class DyingResult(DurableTask):
+    """Kills its process after the run is settled and before any callback is sent."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as ever."""
+        value = super().__call__(*args, **kwargs)
+        crash = Path(args[1])
+        if crash.exists():
+            crash.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+@app.task(**{**QUICK, "base": DyingResult}, name="working.dying_result")
+def dying_result(self: Any, name: str, crash: str) -> str:
+    """Return something to callbacks that may have to wait."""
+    record(self, name)
+    return "kept"
