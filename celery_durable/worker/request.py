@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals
 from celery.exceptions import Retry
@@ -65,7 +66,8 @@ class DurableRequest(Request):
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
         """The body has raised, or its process has gone."""
         error = exc_info.exception
-        error = getattr(error, "exc", error) if type(error).__name__ == "ExceptionWithTraceback" else error
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
         if isinstance(error, DuplicateDelivery):
             self._skip(error.reason)
         elif self.delivery is None or return_ok or not isinstance(error, _LOST):

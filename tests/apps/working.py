@@ -47,15 +47,15 @@ def record(task: Any, name: str) -> int:
     more = {
         "tenant": request.get("x-tenant"), "priority": request.delivery_info["priority"],
         "queue": request.delivery_info["routing_key"], "root_id": request.root_id, "args": request.args,
-        "kwargs": request.kwargs, "lateness": None if durable is None else durable.lateness.total_seconds(),
-        "fence": None if durable is None else durable.fence,
+        "kwargs": request.kwargs, "lateness": durable.lateness and durable.lateness.total_seconds(),
+        "fence": durable.fence,
     }  # fmt: skip
     with psycopg.connect(URL.replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(
             "insert into body (name, task_id, timer_id, attempt, retries, key, pid, parent, more)"
             " values (%s, %s, %s, %s, %s, %s, %s, %s, %s)",
             (
-                name, request.id, durable and durable.timer_id, durable and durable.attempt, request.retries,
+                name, request.id, durable.timer_id, durable.attempt, request.retries,
                 task.idempotency_key, os.getpid(), os.getppid(), json.dumps(more, default=str),
             ),
         )  # fmt: skip

@@ -249,7 +249,7 @@ class TestRetry:
         assert len(bodies) == attempts
         assert [each.retries for each in bodies] == list(range(attempts))
         assert bodies[0].timer_id is None
-        assert [each.attempt for each in bodies[1:]] == list(range(2, attempts + 1))
+        assert [each.attempt for each in bodies] == list(range(1, attempts + 1))
         assert {each.task_id for each in bodies} == {each.key for each in bodies} == {result.id}
         assert bodies[0].more["tenant"] == 7
         assert {each.more["priority"] for each in bodies} == {3}
