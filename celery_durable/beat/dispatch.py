@@ -85,8 +85,13 @@ class Dispatcher:
         """How many timers to take at once."""
         return 1 if self._outage.active else self._settings.page
 
-    def drain(self, shard: int, watermark: Watermark) -> bool:
+    def drain(self, shard: int, watermark: Watermark, ending: Sequence[int] = ()) -> bool:
         """Dispatch what is due in one shard, for at most :data:`STRETCH` seconds.
+
+        Arguments:
+            shard: which.
+            watermark: its lower bound.
+            ending: stop after the page in hand when this is no longer empty.
 
         Returns:
             Whether there may be more.
@@ -99,7 +104,7 @@ class Dispatcher:
         size = self.page
         page = self._link.run(lambda executor: self._claim(executor, shard, watermark, size))
         settled: Future[None] | None = None
-        while page.held >= size == self._settings.page and time.monotonic() < until:
+        while page.held >= size == self._settings.page and time.monotonic() < until and not ending:
             ahead = self._link.start(partial(self._claim, shard=shard, watermark=watermark, size=size))
             try:
                 self._publish(page)

@@ -21,6 +21,7 @@ from celery.utils.log import get_logger
 
 from celery_durable.beat import entries
 from celery_durable.beat.dispatch import Dispatcher
+from celery_durable.beat.ending import end_held_back
 from celery_durable.beat.link import Link
 from celery_durable.beat.occurrences import Occurrences
 from celery_durable.beat.sweeps import Sweeper
@@ -166,7 +167,8 @@ class Loop:
         self._occurrences.turn()
         until = jittered(self._settings.poll_interval, random)
         try:
-            self._sweeper.turn()
+            with end_held_back():
+                self._sweeper.turn()
             if self._broker.remaining(time.monotonic()):
                 until = min(until, self._broker.remaining(time.monotonic()))
             else:
@@ -184,7 +186,9 @@ class Loop:
         """Dispatch what is due in every shard; returns seconds until more is, 0 when there may be more now."""
         until = inf
         for shard, watermark in self._watermarks.items():
-            if self._dispatcher.drain(shard, watermark):
+            with end_held_back() as ending:
+                more = self._dispatcher.drain(shard, watermark, ending)
+            if more:
                 until = 0.0
                 continue
             bound = UNBOUNDED if watermark.bound is None else watermark.bound

@@ -43,8 +43,9 @@ class Claim(NamedTuple):
 _MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.headers::text as headers,
     c.properties::text as properties, c.exchange, c.routing_key, c.queue"""
 
-# Purpose: take a page of due timers out of waiting; those past `expires` end here.  Index: timer_wake, one range
-# between watermark and now, then primary keys.  Locks: the page's rows, skipping others' locks.
+# Purpose: take a page of due timers out of waiting; those past `expires` end here, decided once for each row: two
+# looks at the clock could leave it in neither table.  Index: timer_wake, one range between watermark and now, then
+# primary keys.  Locks: the page's rows, skipping others' locks.
 # Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
 # the text because a generic plan for a parameter would scan the whole table.  Instants become numbers before they are
 # subtracted: a row written by plain SQL may say `infinity`, which Postgres 16 and older refuse to subtract.
@@ -53,11 +54,13 @@ with due as materialized (
     select id from {schema}.timer
     where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz and wake_at <= {schema}.clock()
     order by wake_at limit {page} for update skip locked),
-gone as (delete from {schema}.timer t using due where t.id = due.id returning t.*),
-lapsed as (
+gone as (delete from {schema}.timer t using due where t.id = due.id
+         returning t.*, (t.expires_at <= {schema}.clock()) is true as lapsed),
+ended as (
     insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
-    select id, call_id, due_at, attempt, 'expired', 'expired before dispatch' from gone
-    where expires_at <= {schema}.clock() returning id),
+    select id, call_id, due_at, attempt, case when lapsed then 'expired' else 'dead' end,
+           case when lapsed then 'expired before dispatch' else 'payload missing' end
+    from gone g where lapsed or not exists (select from {schema}.call c where c.id = g.call_id)),
 moved as (
     insert into {schema}.run (id, call_id, fence, due_at, expires_at, deadline, claimed_at, attempt, lost, shard,
                               leased, state)
@@ -65,7 +68,7 @@ moved as (
            {schema}.clock() + %(timeout)s::float8 * interval '1 second', {schema}.clock(), g.attempt, g.lost, g.shard,
            c.leased, 'claimed'
     from gone g join {schema}.call c on c.id = g.call_id
-    where g.expires_at is null or g.expires_at > {schema}.clock()
+    where not g.lapsed
     returning id, call_id, fence, expires_at)
 select g.id, g.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
        extract(epoch from g.wake_at)::float8 as wake_at,

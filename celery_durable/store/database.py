@@ -82,6 +82,11 @@ class Database:
         return {
             "connect_timeout": max(1, round(self.settings.connect_timeout)),
             "application_name": name,
+            # A server that vanished without a word is noticed within this time, not after the system's two hours.
+            "keepalives_idle": 10,
+            "keepalives_interval": 3,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 20_000,
             "prepare_threshold": 5 if self.settings.prepared_statements else None,
         }
 

@@ -14,6 +14,7 @@ from celery import Celery
 
 from celery_durable import apply_at, apply_many, dead_letters, get_timer
 from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing
+from celery_durable.store import claims
 from celery_durable.store.database import Database
 from tests.beats import inline_beat, make_app, rows, states
 
@@ -271,3 +272,38 @@ def test_an_unexpected_error_ends_no_beat(local: Celery, caplog: pytest.LogCaptu
     with inline_beat(local, publisher=publisher) as beat:
         beat.until(sent(local))
     assert "a bug" in caplog.text and len(publisher.pages) == 2
+
+
+def test_a_timer_without_its_payload_is_not_forgotten(local: Celery) -> None:
+    lame, sound = apply_at("beating.plain", NOW, app=local), apply_at("beating.plain", NOW, app=local)
+    rows(local, f"delete from celery_durable.call where id = '{lame.id}' returning id")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(sent_or_dead(local))
+    assert rows(local, f"select state, reason from celery_durable.outcome where id = '{lame.id}'") == [
+        ("dead", "payload missing")
+    ]
+    assert sound.state == "sent"
+
+
+def sent_or_dead(app: Celery) -> Callable[[], bool]:
+    return lambda: states(app) == {"sent": 1, "dead": 1}
+
+
+def test_whether_a_timer_has_expired_is_decided_once(local: Celery) -> None:
+    """Each look at the clock is a second later than the one before: still every timer is somewhere."""
+    timers = [apply_at("beating.plain", NOW, app=local, expires=3600 + each) for each in range(200)]
+    rows(
+        local,
+        """
+        create sequence celery_durable.looks;
+        create or replace function celery_durable.clock() returns timestamptz language sql stable as
+        $$ select pg_catalog.now() + interval '3600 s' + nextval('celery_durable.looks') * interval '0.1 s' $$;
+        """,
+    )
+    Database.of(local).run(
+        lambda executor: claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=500, timeout=8.0)
+    )
+    found = states(local)
+    assert sum(found.values()) == len(timers)
+    assert found["expired"] > 0
+    assert found["claimed"] > 0

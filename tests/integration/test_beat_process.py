@@ -86,9 +86,11 @@ def test_a_busy_beat_ends_within_a_second_and_loses_nothing(app: Celery, start: 
     assert seconds_to_end(beat, signal.SIGTERM) < 1.5
     left = states(app)
     assert left.get("waiting", 0) > 0, "it ended in the middle"
+    assert "claimed" not in left, "what was published is marked"
     assert "Traceback" not in beat.logs()
     start()
     eventually(lambda: states(app) == {"sent": 20_000}, timeout=40, every=0.2)
+    assert valkey.client().llen("celery") == 20_000
 
 
 def test_a_killed_beat_starts_again_and_leaves_no_file(app: Celery, start: Start, environment: dict[str, str]) -> None:
