@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from billiard.einfo import ExceptionWithTraceback
+from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in celery-types
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals
 from celery.exceptions import Retry
