@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from billiard.exceptions import WorkerLostError
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
 from kombu.exceptions import EncodeError
@@ -45,7 +45,8 @@ def run_leased(task: Any, delivery: Delivery, body: Body) -> Any:
             run = LeasedRun.take(task, delivery, policy)
             mark_started(task)
         if run.lease.held is not None:
-            return run.resume()
+            with soft_limit_held():
+                return run.resume()
         value = body()
         with soft_limit_held(discard=True):
             if run.wanted is None:
@@ -135,8 +136,17 @@ def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseEx
         delay = policy.delay(run.number)
         run.back_off(delay=delay, failure=failure)
         return _announced(error, delay)
-    run.bury("exhausted" if covered or run.gave_up else "failed", failure)
+    run.bury(_reason(error, exhausted=covered or run.gave_up), failure)
     return error
+
+
+def _reason(error: Exception, *, exhausted: bool) -> str:
+    """Why a dead letter is dead, in the same words as where the parent of a prefork pool settles it."""
+    if isinstance(error, TimeLimitExceeded):
+        return "time limit"
+    if isinstance(error, WorkerLostError):
+        return "worker lost"
+    return "exhausted" if exhausted else "failed"
 
 
 def _retry_wanted(run: LeasedRun, wanted: Wanted, error: BaseException | None) -> Retry:
@@ -185,7 +195,11 @@ def _announced(error: Exception, delay: float) -> Retry:
 
 
 def _ordinary(error: BaseException) -> Exception:
-    ordinary = WorkerLostError(f"The body of the task raised {error!r}.")
+    seconds = getattr(error, "seconds", None)  # the Timeout of gevent and eventlet is the hard time limit there
+    if seconds is not None:
+        ordinary: Exception = TimeLimitExceeded(seconds)
+    else:
+        ordinary = WorkerLostError(f"The body of the task raised {error!r}.")
     ordinary.__cause__ = error
     return ordinary
 

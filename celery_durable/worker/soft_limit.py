@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kombu.utils.compat import detect_environment
 
@@ -15,24 +16,34 @@ SIGNAL = getattr(signal, "SIGUSR1", None)
 
 @contextmanager
 def soft_limit_held(*, discard: bool = False) -> Iterator[None]:
-    """Hold the signal of a soft time limit back until the end of the block.
+    """Put the exception of a soft time limit off until the end of the block.
 
-    Its exception in the middle of a statement would leave the connection unusable.
-    Only the main thread of a prefork or solo pool gets it.
+    In the middle of a statement it would leave the connection unusable.  Only the
+    main thread of a pool's process gets it.  A signal mask would not do: the limit is
+    sent to the process, and with a second thread there the kernel picks that one.
 
     Arguments:
-        discard: forget a signal that came meanwhile: the body is over, and what is being
+        discard: forget a limit that came meanwhile: the body is over, and what is being
             stored about it stands.
     """
-    if SIGNAL is None or threading.current_thread() is not threading.main_thread() or detect_environment() != "default":
+    handler: Any = None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # Greenlets share the main thread, and would restore each other's handlers in the wrong order.
+    if SIGNAL is not None and in_main_thread and detect_environment() == "default":
+        handler = signal.getsignal(SIGNAL)
+    if not callable(handler):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+    came = False
+
+    def put_off(*_: Any) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(SIGNAL, put_off)  # type: ignore[arg-type]  # not None here
     try:
         yield
     finally:
-        if discard and SIGNAL in signal.sigpending():
-            # Ignoring a blocked signal throws the pending one away.
-            handler = signal.signal(SIGNAL, signal.SIG_IGN)
-            signal.signal(SIGNAL, handler if handler is not None else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(SIGNAL, handler)  # type: ignore[arg-type]  # as above
+        if came and not discard:
+            handler(SIGNAL, None)

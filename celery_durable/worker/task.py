@@ -85,7 +85,7 @@ class DurableTask(Unwrapped, Base):
         if cls.name is not None and cls.name.startswith(INTERNAL):
             cls._leave_to_celery(app)
             return
-        RetryPolicy.of(cls).check(str(cls.name))
+        RetryPolicy.of(cls).check(str(cls.name or cls.__qualname__))
         cls.stores_started = cls.stores_started or bool(cls.track_started)
         cls.track_started = False
         app.steps["consumer"].add(LEASE_STEP)
@@ -98,9 +98,8 @@ class DurableTask(Unwrapped, Base):
         cls.acks_late = app.conf.task_acks_late
         cls.autoretry_for = ()
 
-    @classmethod
-    def _internal(cls) -> bool:
-        return cls.name is not None and cls.name.startswith(INTERNAL)
+    def _internal(self) -> bool:
+        return self.name is not None and self.name.startswith(INTERNAL)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body: under a lease if the message is a timer's."""

@@ -296,11 +296,10 @@ def test_a_warm_shutdown_lets_bodies_end(bench: Bench) -> None:
     assert other.alive()
 
 
-@pytest.mark.parametrize("pool", ["prefork", "solo"])
-def test_a_cold_shutdown_gives_its_runs_back_at_once(bench: Bench, pool: str) -> None:
+def test_a_cold_shutdown_gives_its_runs_back_at_once(bench: Bench) -> None:
     """SIGQUIT: the body goes on in another worker long before the lease would have ended."""
     bench.beat()
-    worker = bench.worker("-P", pool, TEST_LEASE="60")
+    worker = bench.worker(TEST_LEASE="60")
     timer = apply_at(bench.task("gate"), 0, ("cold", bench.file("go")))
     bench.until_begun("cold")
     worker.send_signal(signal.SIGQUIT)
@@ -308,8 +307,7 @@ def test_a_cold_shutdown_gives_its_runs_back_at_once(bench: Bench, pool: str) ->
     bench.until_begun("cold", 2)
     bench.let_go("go")
     assert bench.until(timer, "succeeded").attempt == 2
-    # The solo pool cannot end a body: Celery's NotImplementedError comes up inside it, a failure like any other.
-    assert [each.ending for each in bench.attempts(timer)] == ["lost" if pool == "prefork" else "failed"]
+    assert [each.ending for each in bench.attempts(timer)] == ["lost"]
     eventually(lambda: not worker.alive(), message="it has ended")
     assert timer.result.get(timeout=10) == "cold"
 

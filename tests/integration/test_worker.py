@@ -348,3 +348,25 @@ def test_a_message_that_only_looks_like_a_timers(bench: Bench, name: str) -> Non
     garbage = {"durable_timer": "x", "durable_leased": True}
     assert bench.app.send_task("working.note", (name, 8), headers=garbage).get(timeout=10) == 8
     assert [each.timer_id for each in bench.bodies(name)] == [None, None]
+
+
+@pytest.fixture
+def other_broker() -> Iterator[ValkeyServer]:
+    """Not the one whose queue the module's worker empties: it would drop timers of another database."""
+    server = ValkeyServer().start()
+    yield server
+    server.teardown()
+
+
+def test_the_oldest_postgres(postgres15: PostgresServer, other_broker: ValkeyServer, name: str) -> None:
+    """Success, retry, changed message, dead letter and callbacks with PostgreSQL 15."""
+    with bench_on(postgres15, other_broker.url, other_broker.backend_url) as bench:
+        bench.beat()
+        bench.worker()
+        flaky = apply_at(bench.task("flaky"), 0, (f"{name} 1", 2), link=bench.task("after").s(name=f"{name} 2"))
+        asking = apply_at(bench.task("asking"), 0, (f"{name} 3",))
+        doomed = apply_at(bench.task("doomed"), 0, (f"{name} 4",))
+        assert bench.until(flaky, "succeeded").attempt == 3
+        assert bench.until(asking, "succeeded").attempt == 3
+        assert bench.until(doomed, "dead").attempt == 3
+        bench.until_begun(f"{name} 2")
