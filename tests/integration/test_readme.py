@@ -70,3 +70,10 @@ def test_the_second_program_names_what_exists() -> None:
     for name in names:
         assert getattr(celery_durable, name) is not None
     assert names <= set(celery_durable.__all__)
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "README.md").read_text())
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
