@@ -28,7 +28,7 @@ app.conf.update(
 )
 
 
-@app.task(name="beating.plain")
+@app.task(shared=False, name="beating.plain")
 def plain(number: int = 0) -> int:
     """Never runs."""
     return number

@@ -10,7 +10,7 @@ app = Celery("plain", broker=os.environ.get("TEST_BROKER"), backend=os.environ.g
 app.conf.update(broker_connection_retry_on_startup=True, worker_hijack_root_logger=False)
 
 
-@app.task(name="plain.add")
+@app.task(shared=False, name="plain.add")
 def add(x: int, y: int) -> int:
     """Add two numbers."""
     return x + y

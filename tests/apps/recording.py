@@ -38,21 +38,21 @@ def record(name: str, task_id: str) -> None:
         connection.execute("insert into body (name, task_id) values (%s, %s)", (name, task_id))
 
 
-@app.task(base=DurableTask, bind=True, name="recording.note")
+@app.task(shared=False, base=DurableTask, bind=True, name="recording.note")
 def note(self: Any, name: str) -> str:
     """Leave a row, under a lease."""
     record(name, self.request.id)
     return name
 
 
-@app.task(bind=True, name="recording.plain")
+@app.task(shared=False, bind=True, name="recording.plain")
 def plain(self: Any, name: str) -> str:
     """Leave a row, as a plain task."""
     record(name, self.request.id)
     return name
 
 
-@app.task(base=DurableTask, bind=True, name="recording.order")
+@app.task(shared=False, base=DurableTask, bind=True, name="recording.order")
 def order(self: Any, number: int) -> int:
     """Read a row that the scheduling transaction wrote; fail at once if it is not there."""
     with psycopg.connect(URL.replace("+psycopg", ""), autocommit=True) as connection:
