@@ -105,6 +105,12 @@ returning id
 # Purpose: is the lease still ours.  Index: primary key.  Locks: none.  Fence: named.
 HOLDS = """select id from {schema}.run where id = %(id)s::uuid and fence = %(fence)s"""
 
+# Purpose: the delivery that had this timer's message died before it took the lease: dispatch it again now.
+# Index: primary key.  Locks: the row.  Fence: none named; the state is.
+NUDGE = """
+update {schema}.run set deadline = {schema}.clock() where id = %(id)s::uuid and state = 'dispatched' returning id
+"""
+
 # Purpose: what a parent that lost its child needs to settle the run.  Index: primary key.  Fence: found by token.
 BY_TOKEN = """
 select id, fence, attempt, max_attempts, retry_in, lost, state from {schema}.run
@@ -276,6 +282,11 @@ def by_token(executor: Executor, timer_id: UUID, token: str) -> Row | None:
     """The run that a delivery of this node holds, if it holds one."""
     rows = executor.fetch(BY_TOKEN, {"id": str(timer_id), "token": token})
     return rows[0] if rows else None
+
+
+def nudge(executor: Executor, timer_id: UUID) -> bool:
+    """Have a dispatched timer whose message is known to be lost dispatched again at once."""
+    return bool(executor.fetch(NUDGE, {"id": str(timer_id)}))
 
 
 def finish(executor: Executor, timer_id: UUID, fence: int) -> bool:

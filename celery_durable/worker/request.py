@@ -146,6 +146,8 @@ class DurableRequest(Request):
         def settle(executor: Executor) -> float | State | None:
             row = runs.by_token(executor, delivery.timer_id, delivery.token)
             if row is None or row.state != State.RUNNING:
+                # The child may have died before it took the lease: its message is gone, its timer is not.
+                runs.nudge(executor, delivery.timer_id)
                 found = timers.find(executor, delivery.timer_id)
                 return None if found is None else found.state
             if _attempts_left(row, counts_as_lost=not limit):

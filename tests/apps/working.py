@@ -265,3 +265,21 @@ def dying_result(self: Any, name: str, crash: str) -> str:
     """Return something to callbacks that may have to wait."""
     record(self, name)
     return "kept"
+
+
+class DyingEarly(DurableTask):
+    """Kills its process once, before it can take the lease."""
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Celery calls this with the message in hand, before the body."""
+        mark = Path(args[1])
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(**{**QUICK, "base": DyingEarly}, name="working.dying_early")
+def dying_early(self: Any, name: str, file: str) -> str:
+    """Run at the second delivery."""
+    record(self, name)
+    return name

@@ -43,6 +43,17 @@ def test_a_killed_child_is_noticed_at_once(bench: Bench) -> None:
     assert timer.result.get(timeout=10) == "child"
 
 
+def test_a_child_killed_before_its_lease(bench: Bench) -> None:
+    """The message is gone and no attempt was made: the timer is dispatched again at once, not after five minutes."""
+    bench.beat()
+    bench.worker()
+    timer = apply_at(bench.task("dying_early"), 0, ("early", bench.file("mark")))
+    assert bench.until(timer, "succeeded").attempt == 1
+    assert Path(bench.file("mark")).exists()
+    assert len(bench.bodies("early")) == 1
+    assert bench.attempts(timer) == []
+
+
 def test_a_task_that_kills_its_process_each_time(bench: Bench) -> None:
     """C84: exactly as many starts as allowed, then one dead letter; other tasks of the worker are not disturbed."""
     bench.beat()
