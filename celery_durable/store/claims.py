@@ -44,7 +44,8 @@ _MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.he
     c.properties::text as properties, c.exchange, c.routing_key, c.queue"""
 
 # Purpose: take a page of due timers out of waiting; those past `expires` end here, decided once for each row: two
-# looks at the clock could leave it in neither table.  Index: timer_wake, one range between watermark and now, then
+# looks at the clock could leave it in neither table.  A row made by plain SQL whose id has a run or an outcome already
+# is dropped: as an error it would stop its whole page for ever.  Index: timer_wake, one range between watermark and now, then
 # primary keys.  Locks: the page's rows, skipping others' locks.
 # Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
 # the text because a generic plan for a parameter would scan the whole table.  Instants become numbers before they are
@@ -60,7 +61,8 @@ ended as (
     insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
     select id, call_id, due_at, attempt, case when lapsed then 'expired' else 'dead' end,
            case when lapsed then 'expired before dispatch' else 'payload missing' end
-    from gone g where lapsed or not exists (select from {schema}.call c where c.id = g.call_id)),
+    from gone g where lapsed or not exists (select from {schema}.call c where c.id = g.call_id)
+    on conflict do nothing),
 moved as (
     insert into {schema}.run (id, call_id, fence, due_at, expires_at, deadline, claimed_at, attempt, lost, shard,
                               leased, state)
@@ -69,7 +71,7 @@ moved as (
            c.leased, 'claimed'
     from gone g join {schema}.call c on c.id = g.call_id
     where not g.lapsed
-    returning id, call_id, fence, expires_at)
+    on conflict do nothing returning id, call_id, fence, expires_at)
 select g.id, g.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
        extract(epoch from g.wake_at)::float8 as wake_at,
        extract(epoch from m.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}

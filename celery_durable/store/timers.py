@@ -115,7 +115,8 @@ new_timer as (
 select id, due_at, {_ANNOUNCE} from new_timer
 """
 
-# Purpose: store many timers of one task; the ids back are the new ones.  Index, locks: as INSERT.
+# Purpose: store many timers of one task; the ids back are the new ones.  Index, locks: as INSERT, in the order of the
+# keys: two calls with the same keys in different orders would wait for each other.
 # One NOTIFY for all, with the earliest.  The arrays are parallel.
 INSERT_MANY = f"""
 with item as (
@@ -128,7 +129,7 @@ new_call as (
     select id, id, %(task)s::text, %(leased)s::boolean, body, %(content_type)s::text, %(content_encoding)s::text,
            headers, properties,
            %(exchange)s::text, %(routing_key)s::text, %(queue)s::text, key, %(tenant)s::text
-    from item order by id on conflict do nothing returning id),
+    from item order by key, id on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
     select id, id, d.at, greatest(d.at, {{schema}}.clock()), %(expires_at)s::timestamptz

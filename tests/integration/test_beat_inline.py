@@ -307,3 +307,16 @@ def test_whether_a_timer_has_expired_is_decided_once(local: Celery) -> None:
     assert sum(found.values()) == len(timers)
     assert found["expired"] > 0
     assert found["claimed"] > 0
+
+
+def test_a_row_made_twice_stops_no_page(local: Celery) -> None:
+    ended, fresh = apply_at("beating.plain", NOW, app=local), apply_at("beating.plain", 3600, app=local)
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(lambda: ended.state == "sent")
+        rows(
+            local,
+            f"""insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
+                values ('{ended.id}', '{ended.id}', now(), now(), now() - interval '1 s') returning id""",
+        )
+        fresh.reschedule(NOW)
+        beat.until(lambda: states(local) == {"sent": 2})
