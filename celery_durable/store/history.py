@@ -13,19 +13,24 @@ select attempt, fence, ending, started_at, ended_at, next_due_at, worker, error_
 from {schema}.attempt where timer_id = %(id)s::uuid order by id
 """
 
-# Purpose: forget finished timers, and with them their keys and payloads.  Index: outcome_finished, then primary keys.
-# Locks: the page's rows, skipping others'.  A dead letter is kept until it is replayed or discarded.
-PRUNE = """
-with old as materialized (
-    select id from {schema}.outcome o
-    where finished_at < {schema}.clock() - %(retention)s::float8 * interval '1 second'
-      and not exists (select from {schema}.dead d where d.id = o.id and d.replayed_as is null)
-    order by finished_at limit {page} for update skip locked),
-gone as (delete from {schema}.outcome o using old where o.id = old.id returning o.id),
-undead as (delete from {schema}.dead d using gone where d.id = gone.id),
-attempts as (delete from {schema}.attempt a using gone where a.timer_id = gone.id),
-replaced as (delete from {schema}.call c using gone where c.timer_id = gone.id and c.timer_id <> c.id)
-delete from {schema}.call c using gone where c.id = gone.id returning c.id
+# Purpose: timers finished long ago.  Index: outcome_finished, one range.  Locks: none.
+# A dead letter is kept until it is replayed or discarded.
+OLD = """
+select id from {schema}.outcome o
+where finished_at < {schema}.clock() - %(retention)s::float8 * interval '1 second'
+  and not exists (select from {schema}.dead d where d.id = o.id and d.replayed_as is null)
+order by finished_at limit {page}
+"""
+
+# Purpose: forget them, and with them their keys and payloads.  Index: primary keys, attempt_timer, call_replaced, each
+# reached by the array: joined with the deleted rows, `call` was read in whole wherever its statistics were missing.
+# Locks: the rows; what another beat has forgotten meanwhile is no longer there.
+FORGET = """
+with gone as (delete from {schema}.outcome where id = any(%(ids)s::uuid[])),
+undead as (delete from {schema}.dead where id = any(%(ids)s::uuid[])),
+attempts as (delete from {schema}.attempt where timer_id = any(%(ids)s::uuid[])),
+replaced as (delete from {schema}.call where timer_id = any(%(ids)s::uuid[]) and timer_id <> id)
+delete from {schema}.call where id = any(%(ids)s::uuid[]) returning id
 """
 
 # Purpose: how everything ended.  Index: none: for a report over a small store.  Locks: none.
@@ -59,7 +64,10 @@ def attempts(executor: Executor, timer_id: UUID) -> Sequence[Row]:
 
 def prune(executor: Executor, *, retention: float, page: int) -> int:
     """Delete one page of timers finished longer ago than `retention` seconds; returns how many."""
-    return len(executor.fetch(PRUNE.replace("{page}", str(int(page))), {"retention": retention}))
+    rows = executor.fetch(OLD.replace("{page}", str(int(page))), {"retention": retention})
+    if rows:
+        executor.fetch(FORGET, {"ids": [str(row.id) for row in rows]})
+    return len(rows)
 
 
 def tally(executor: Executor) -> dict[str, int]:

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_durable.settings import Settings
-from celery_durable.store import claims, migrations, runs, timers
+from celery_durable.store import claims, expiry, history, migrations, runs, timers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor, qualified
 from tests.servers.postgres import PostgresServer
@@ -114,3 +114,27 @@ def test_the_next_due_time_is_one_index_entry(database: Database) -> None:
     assert "timer_wake" in indexes
     assert "timer" not in whole
     assert read <= 1
+
+
+@pytest.mark.parametrize("analyzed", [True, False])
+def test_sweeps_leave_waiting_timers_alone(database: Database, analyzed: bool) -> None:
+    """Whatever the statistics say: a sweep that read all payloads stalled a beat with 1,000,000 waiting for 150 ms."""
+    if not analyzed:
+        sql = "delete from pg_statistic where starelid = any(array['{schema}.call'::regclass, '{schema}.outcome'::regclass])"
+        with database.connect("forget") as connection:
+            connection.execute(qualified(sql, database.schema))
+    ids = [f"c4ca4238-a0b9-2382-0dcc-509a6f7584{each:02x}" for each in range(50)]
+    retention, times = {"retention": 3600.0}, {"timeout": 8.0}
+    statements: list[tuple[str, dict[str, object]]] = [
+        (history.OLD.replace("{page}", "500"), {**retention}),
+        (history.FORGET, {"ids": ids}),
+        (expiry.STALE_RENEWALS.replace("{page}", "500"), {}),
+        (expiry.LOST, {"ids": ids, "announced": 7.0}),
+        (expiry.EXPIRED, {"ids": ids}),
+        (expiry.UNWANTED, {"ids": ids, "grace": 3600.0}),
+        (claims.RECLAIM, {"ids": ids, **times}),
+    ]
+    for sql, parameters in statements:
+        _, whole, read = explained(database, sql, parameters)
+        assert not whole & {"timer", "call"}, sql
+        assert read <= 500, sql
