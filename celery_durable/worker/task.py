@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery.app.task import Task
+from celery.exceptions import Reject
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_durable import scheduling
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     Base = Task[..., Any]
 else:
     Base = Task
+
+logger = logging.getLogger(__name__)
 
 #: Loaded by name, in workers only.
 LEASE_STEP = "celery_durable.worker.heartbeat:LeaseStep"
@@ -216,6 +220,11 @@ class DurableTask(Unwrapped, Base):
         try:
             # Celery decides what is called, and whether; the call ends up in our apply_async.
             signal = super().retry(args, kwargs, exc, False, eta, countdown, max_retries, **options)
+        except Reject as rejected:
+            # What Celery makes of an apply_async of the user's that raises; it would end the timer without a retry.
+            logger.exception("apply_async of %s, called by retry(), has raised; the run fails by it.", self.name)
+            cause = getattr(rejected, "reason", None)  # not in celery-types
+            raise cause if isinstance(cause, Exception) else rejected from None
         finally:
             run.capturing = False
             vars(self).pop("override_max_retries", None)

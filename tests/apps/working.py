@@ -283,3 +283,22 @@ def dying_early(self: Any, name: str, file: str) -> str:
     """Run at the second delivery."""
     record(self, name)
     return name
+
+
+class Overriding(DurableTask):
+    """Its apply_async fails whenever a running body retries."""
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise in a worker."""
+        if self.request.id is not None and kwargs.get("producer") is None:
+            raise KeyError("no such thing")
+        return super().apply_async(*args, **kwargs)
+
+
+@app.task(**{**QUICK, "base": Overriding}, name="working.overriding")
+def overriding(self: Any, name: str) -> str:
+    """Ask for a retry at the first attempt."""
+    record(self, name)
+    if self.durable.attempt == 1:
+        raise self.retry(countdown=0)
+    return name

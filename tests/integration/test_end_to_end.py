@@ -118,6 +118,17 @@ def test_the_main_job(any_bench: Bench) -> None:
     assert beats == [0, 0]
 
 
+def test_a_beat_in_a_worker_beside_others(bench: Bench) -> None:
+    """``worker -B`` and a beat of its own share the work; nothing is published twice."""
+    embedded = CeleryTestWorker(MODULE, "-P", "prefork", "-B", env=bench.env)
+    bench.setup.worker_cluster.nodes.append(embedded)
+    embedded.start()
+    bench.start(workers=0, beats=1)
+    apply_many(recording.plain, [(each / 100, (f"plain {each}",)) for each in range(300)])
+    eventually(lambda: len(bench.bodies()) == 300, message="all ran")
+    assert set(bench.bodies().values()) == {1}
+
+
 def test_a_redis_visibility_timeout_does_not_multiply(bench: Bench) -> None:
     """C60: due later than the visibility timeout; queue and unacked set stay empty until then; one body."""
     bench.start(workers=2, beats=1, TEST_VISIBILITY="1")

@@ -152,6 +152,15 @@ def test_duplicates_run_one_body(bench: Bench, name: str) -> None:
     assert len(bench.bodies(name)) == 1
 
 
+def test_an_apply_async_that_fails_in_a_retry_loses_nothing(bench: Bench, name: str) -> None:
+    """C87: the user's override raises while the body retries: that error is the attempt's, and another attempt follows."""
+    timer = apply_at(bench.task("overriding"), 0, (name,))
+    assert bench.until(timer, "succeeded").attempt == 2
+    [failed] = bench.attempts(timer)
+    assert (failed.ending, failed.error_type) == ("failed", "KeyError")
+    assert len(bench.bodies(name)) == 2
+
+
 def test_ignore_and_reject_end_the_timer(bench: Bench, name: str) -> None:
     ignored = apply_at(bench.task("ignoring"), 0, (name,))
     rejected = apply_at(bench.task("rejecting"), 0, (name,))
