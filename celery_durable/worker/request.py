@@ -70,12 +70,23 @@ class DurableRequest(Request):
             error = error.exc
         if isinstance(error, DuplicateDelivery):
             self._skip(error.reason)
-        elif self.delivery is None or return_ok or not isinstance(error, _LOST):
+        elif self.delivery is None:
             super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
+        elif return_ok or not isinstance(error, _LOST):
+            self._report_failure(exc_info, send_failed_event, return_ok)
         elif self._durably_settled or self._already_cancelled or self._already_revoked:
             self._ready()
         elif not self._lost(error, exc_info):
+            self._report_failure(exc_info, send_failed_event, return_ok)
+
+    def _report_failure(self, exc_info: Any, send_failed_event: bool, return_ok: bool) -> None:
+        """Celery's own report; a result backend that is away must not end the worker, as it would without this."""
+        try:
             super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
+        except MemoryError:
+            raise  # Celery's way to end a worker
+        except Exception:  # result backends raise what they like; how the timer ended stands in Postgres
+            logger.exception("The failure of %s[%s] could not be reported.", self.name, self.id)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit is over; a hard one was reported to :meth:`on_failure` already, except by gevent's pool."""

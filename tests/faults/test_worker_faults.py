@@ -348,3 +348,26 @@ def test_callbacks_that_the_broker_did_not_take_are_sent_later(bench: Bench) -> 
     assert len(bench.bodies("held callback")) == 1
     assert timer.result.get(timeout=10) == "kept"
     assert bench.rows("select * from {schema}.held_result") == []
+
+
+def test_a_result_backend_that_goes_away_ends_no_worker(postgres: PostgresServer, valkey: ValkeyServer) -> None:
+    """Its end stands in Postgres all the same, and the worker goes on."""
+    valkey.client().flushall()
+    backend = ValkeyServer().start()
+    try:
+        with bench_on(postgres, valkey.url, backend.backend_url) as bench:
+            bench.beat()
+            worker = bench.worker()
+            timer = apply_at(bench.task("gate"), 0, ("unreported", bench.file("go")))
+            bench.until_begun("unreported")
+            backend.stop()
+            bench.let_go("go")
+            bench.until(timer, "succeeded")
+            worker.wait_for_log("could not be reported")
+            backend.start()
+            following = apply_at(bench.task("note"), 0, ("following",))
+            bench.until(following, "succeeded")
+            assert worker.alive()
+            assert len(bench.bodies("unreported")) == 1
+    finally:
+        backend.teardown()

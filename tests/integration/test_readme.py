@@ -28,6 +28,7 @@ def project() -> Iterator[Path]:
 
 
 def test_the_first_program(project: Path, valkey: ValkeyServer) -> None:
+    valkey.client().flushall()  # the program's queue is Celery's default one: other tests have left messages there
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     program = blocks[0].replace("redis://localhost/0", valkey.url).replace("redis://localhost/1", valkey.backend_url)
     program = program.replace("embedded:./var-postgres", f"embedded:{project / 'var-postgres'}")
