@@ -100,12 +100,13 @@ class Database:
             DatabaseUnavailable: when Postgres cannot be reached.
         """
         url = self.url
-        arguments = {**dict(url.query), **self._connect_args(name)}
+        named = {
+            "host": url.host, "port": url.port, "user": url.username, "password": url.password, "dbname": url.database,
+        }  # fmt: skip
+        # The query's word counts: postgresql+psycopg://user@/db?host=/var/run/postgresql is SQLAlchemy's form for sockets.
+        arguments: dict[str, Any] = {**named, **url.query, **self._connect_args(name)}
         with translated():
-            return psycopg.connect(
-                host=url.host, port=url.port, user=url.username, password=url.password,
-                dbname=url.database, autocommit=True, **arguments,
-            )  # fmt: skip
+            return psycopg.connect(autocommit=True, **arguments)
 
     def run(self, operation: Callable[[Executor], T]) -> T:
         """Run an operation on a pooled connection, once more if the connection turns out to be dead.

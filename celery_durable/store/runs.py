@@ -82,7 +82,8 @@ from mine m join {schema}.call c on c.id = m.id left join {schema}.held_result h
 # Purpose: why a delivery found nothing to run.  Index: primary keys.  Locks: none.
 WHY_NOT = """
 select coalesce(
-    (select case when expires_at <= {schema}.clock() then 'expired' else 'duplicate' end
+    (select case when state in ('claimed', 'dispatched') and expires_at <= {schema}.clock()
+                 then 'expired' else 'duplicate' end
      from {schema}.run where id = %(id)s::uuid),
     (select case when state in ('cancelled', 'expired') then state else 'duplicate' end
      from {schema}.outcome where id = %(id)s::uuid),

@@ -429,3 +429,15 @@ def test_find_sees_one_place_only(app: Celery, add: Any) -> None:
     timer = apply_at(add, HOUR, (1,))
     found = Database.of(app).run(lambda executor: timers.find(executor, timer.id))
     assert found is not None and found.id == timer.id and not found.state.ended
+
+
+def test_a_host_in_the_query_of_the_url(app: Celery, database_url: str) -> None:
+    """SQLAlchemy's form for Unix sockets: beats and heartbeats connect by it too."""
+    from sqlalchemy.engine import make_url
+
+    url = make_url(database_url)
+    query = {"host": str(url.host), "port": str(url.port)}
+    text_ = url.set(host=None, port=None).update_query_dict(query).render_as_string(hide_password=False)
+    database = Database(Database.of(app).settings.__class__(database_url=text_))
+    with database.connect("test") as connection:
+        assert connection.execute("select 1").fetchone() == (1,)
