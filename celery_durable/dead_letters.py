@@ -81,9 +81,11 @@ def replay(identity: UUID | str, *, when: When = _NOW, app: Celery | None = None
             raise InvalidTimer(f"{identity} is no dead letter.")
         if not store.mark_replayed(executor, dead_id, timer_id):
             again = store.get(executor, dead_id)
-            raise KeyConflict(f"{identity} was replayed already, as timer {again.replayed_as if again else '?'}.")
+            # Ours, where the connection broke after a first try had committed.
+            if again is None or again.replayed_as != timer_id:
+                raise KeyConflict(f"{identity} was replayed already, as timer {again.replayed_as if again else '?'}.")
         timer = _renewed(row, timer_id, due.at, due.after)
-        due_at = timers.insert(executor, timer)
+        due_at = timers.insert(executor, timer) or due.at
         return Timer(
             app, id=timer_id, task=row.task, task_id=str(timer_id), key=timer.headers["durable_key"],
             due_at=due_at, created=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from celery_durable import calls
 from celery_durable.core.identity import new_id, occurrence_key
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def timer_of(
     app: Celery, schedule: str, *, task: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any],
     durable: bool | None, nominal: datetime, due_at: datetime, missed: int, reason: str, max_payload: int,
+    timer_id: UUID | None = None,
 ) -> NewTimer:  # fmt: skip
     """Render the call of one occurrence, as beat would have sent it.
 
@@ -34,6 +36,7 @@ def timer_of(
         missed: how many occurrences before it did not run.
         reason: ``schedule``, ``catchup`` or ``trigger``.
         max_payload: most bytes of the message.
+        timer_id: the timer's; a new one otherwise.
 
     Raises:
         InvalidTimer: it cannot be rendered.
@@ -48,7 +51,7 @@ def timer_of(
     options.pop("task_id", None)  # one id for all occurrences would mix their results
     found = app.tasks.get(task, task)
     leased = calls.is_leased(found, bool(durable) if isinstance(found, str) else None)
-    timer_id = new_id()
+    timer_id = timer_id or new_id()
     key = occurrence_key(schedule, nominal) if reason != "trigger" else f"{schedule}@trigger-{timer_id}"
     # Celery's own beat marks what it sends by that header.
     headers = {"celery_beat_task": True, "durable_missed": missed, "durable_reason": reason}

@@ -19,6 +19,7 @@ from celery.app.task import Task
 
 from celery_durable import calls
 from celery_durable.core.catchup import Policy, first
+from celery_durable.core.identity import new_id
 from celery_durable.errors import InvalidSchedule
 from celery_durable.occurrence import timer_of
 from celery_durable.recurrence import Every, Recurrence, Spec, from_spec, to_spec
@@ -120,8 +121,8 @@ def upsert(
     )
     wanted = _Wanted(
         name=name, task=task_name, spec=spec, anchored=isinstance(when, Every), policy=policy, enabled=enabled,
-        args=_json("args", builtins.list(args), builtins.list), kwargs=_json("kwargs", dict(kwargs or {}), dict),
-        options=_json("options", dict(options or {}), dict),
+        args=_json("args", builtins.list(args)), kwargs=_json("kwargs", dict(kwargs or {})),
+        options=_json("options", dict(options or {})),
     )  # fmt: skip
     for word in ("eta", "task_id"):
         if wanted.options.get(word):
@@ -209,6 +210,7 @@ def trigger(name: str, *, app: Celery | None = None) -> Timer:
     """
     app = app or calls.present_app()
     database = Database.of(app)
+    timer_id = new_id()
 
     def store_timer(executor: Executor) -> Timer:
         stored = store.get(executor, name)
@@ -220,9 +222,10 @@ def trigger(name: str, *, app: Celery | None = None) -> Timer:
         timer = timer_of(
             app, name, task=stored.task, args=stored.args, kwargs=stored.kwargs, options=stored.options,
             durable=Policy.of(stored.policy).durable, nominal=now, due_at=now, missed=0, reason="trigger",
-            max_payload=database.settings.max_payload,
+            max_payload=database.settings.max_payload, timer_id=timer_id,
         )  # fmt: skip
-        due_at = timers.insert(executor, timer)
+        # Nothing is stored where the connection broke after a first try had committed.
+        due_at = timers.insert(executor, timer) or timer.due_at
         task_id, key = timer.task_id or str(timer.id), timer.key or str(timer.id)
         return Timer(app, id=timer.id, task=timer.task, task_id=task_id, key=key, due_at=due_at, created=True)
 
@@ -290,7 +293,7 @@ def _policy(**words: Any) -> Policy:
         raise InvalidSchedule(str(exc)) from exc
 
 
-def _json(argument: str, value: Any, kind: type) -> Any:
+def _json(argument: str, value: Any) -> Any:
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as exc:

@@ -124,7 +124,9 @@ def _replace(executor: Executor, app: Celery, timer: timers.NewTimer) -> Timer |
     fresh = replace(timer, headers=headers, properties=properties, task_id=holder.task_id)
     done = timers.replace(executor, fresh)
     if done is None:
-        return None
+        again = timers.find_key(executor, timer.key)
+        # Ours, where the connection broke after a first try had committed.
+        return Timer.of(app, again) if again is not None and again.call_id == timer.id else None
     return Timer(app, id=done[0], task=timer.task, task_id=holder.task_id, key=timer.key, due_at=done[1], created=False)
 
 

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
+from uuid import UUID
 
 from celery import Celery
 from kombu import Connection, Queue
 
 from celery_durable.beat.loop import Loop
+from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing
 from celery_durable.messages.publishers import Publisher, publisher_for
 from celery_durable.store import migrations
 from celery_durable.store.database import Database
 from tests.servers.waiting import eventually
+
+
+class Scripted:
+    """A publisher that answers as told, and confirms when nothing is left to tell."""
+
+    def __init__(self, *answers: Outcome | BrokerUnavailable | Callable[[], None]) -> None:
+        self._answers = list(answers)
+        self.pages: list[list[UUID]] = []
+
+    def publish(self, outgoing: Sequence[Outgoing]) -> list[Delivery]:
+        self.pages.append([UUID(str(each.timer_id)) for each in outgoing])
+        answer = self._answers.pop(0) if self._answers else Outcome.CONFIRMED
+        if isinstance(answer, BrokerUnavailable):
+            raise answer
+        if not isinstance(answer, Outcome):
+            answer()
+            answer = Outcome.CONFIRMED
+        return [Delivery(each.timer_id, answer, "as told") for each in outgoing]
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class Published:

@@ -22,7 +22,7 @@ from celery.schedules import BaseSchedule, crontab, maybe_schedule
 from celery.utils.log import get_logger
 
 from celery_durable.core.catchup import Policy, first
-from celery_durable.errors import InvalidSchedule
+from celery_durable.errors import DatabaseUnavailable, InvalidSchedule
 from celery_durable.recurrence import Every, Recurrence, Spec, from_celery, from_spec, to_spec
 from celery_durable.store import schedules
 from celery_durable.store.executor import Executor
@@ -166,7 +166,9 @@ def sync(executor: Executor, entries: Mapping[str, Entry], keep: set[str]) -> No
         try:
             with executor.atomic():
                 _sync(executor, entry, now)
-        except (psycopg.DataError, InvalidSchedule, ValueError) as exc:
+        except (DatabaseUnavailable, psycopg.OperationalError):
+            raise
+        except Exception as exc:  # as above: the user's schedule objects are asked when they come due
             logger.error("Schedule entry %r cannot be stored: %s", name, exc)
     for name in schedules.disable_vanished(executor, [*entries, *keep]):
         logger.warning("Schedule %r is no longer in the code: it is disabled.", name)

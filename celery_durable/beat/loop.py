@@ -26,7 +26,7 @@ from celery_durable.beat.link import Link
 from celery_durable.beat.occurrences import Occurrences
 from celery_durable.beat.sweeps import Sweeper
 from celery_durable.beat.wakeup import Wakeup
-from celery_durable.core.pacing import Clock, Outage, Watermark, jittered
+from celery_durable.core.pacing import Clock, HeldUp, Outage, Watermark, jittered
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.messages.delivery import BrokerUnavailable, Publisher
 from celery_durable.store import claims, meta
@@ -40,8 +40,6 @@ logger = get_logger(__name__)
 
 #: Seconds between two looks at the number of shards.
 SHARDS_EVERY = 10.0
-#: Shortest and longest pause before another try at a due timer whose row is locked, in seconds.
-HELD_UP = (0.001, 0.25)
 
 
 class Loop:
@@ -70,7 +68,7 @@ class Loop:
         self._occurrences: Occurrences | None = None
         self._watermarks: dict[int, Watermark] = {}
         self._shards_at = float("-inf")
-        self._held_up = HELD_UP[0]
+        self._held_up = HeldUp()
 
     def turn(self, longest: float) -> None:
         """Do what is due, then sleep until there is more to do.
@@ -152,9 +150,8 @@ class Loop:
             return self._work(longest)
         except SchemaMismatch as exc:
             # Somebody has dropped or changed the tables under us: connecting again tells what there is now.
-            logger.error("The tables have changed: %s", exc)
             self._link.drop()
-            return 0.0
+            return self._failed("The tables have changed, looking again: %s", exc)
 
     def _work(self, longest: float) -> float:
         """One round.
@@ -195,14 +192,8 @@ class Loop:
             outlook = self._link.run(partial(claims.next_due, shard=shard, watermark=bound))
             now = time.monotonic()
             self._clock.read(outlook.now, now)
-            if outlook.wake_at is None or outlook.wake_at > outlook.now:
-                self._held_up = HELD_UP[0]
-                until = min(until, inf if outlook.wake_at is None else outlook.wake_at - outlook.now)
-            else:
-                # Overdue, and not there a moment ago: it has just fallen due, or somebody holds its row, who may be
-                # a beat for a moment or a transaction for a minute.
-                until = min(until, self._held_up)
-                self._held_up = min(self._held_up * 2, HELD_UP[1])
+            pause = self._held_up.pause(None if outlook.wake_at is None else outlook.wake_at - outlook.now)
+            until = min(until, inf if pause is None else pause)
         if self._broker.active:
             until = min(until, self._broker.remaining(time.monotonic()))
         return until

@@ -13,6 +13,7 @@ from celery.utils.log import get_logger
 from celery_durable.beat.entries import Entry
 from celery_durable.beat.link import Link
 from celery_durable.core.catchup import Plan, Policy, plan
+from celery_durable.core.pacing import HeldUp
 from celery_durable.errors import DatabaseUnavailable
 from celery_durable.occurrence import timer_of
 from celery_durable.recurrence import Recurrence, Spec, from_spec
@@ -53,6 +54,7 @@ class Occurrences:
         self._known = {name for name, entry in entries.items() if entry.kind == CODE_KIND}
         self._read: dict[str, tuple[Spec, Recurrence]] = {}
         self._look_at = float("-inf")
+        self._held_up = HeldUp()
 
     def remaining(self, now: float) -> float:
         """Seconds until the next look, at the monotonic instant `now`."""
@@ -76,25 +78,26 @@ class Occurrences:
             self._look_at = now
             return
         seconds = self._link.run(lambda executor: schedules.next_due(executor, known=sorted(self._known)))
-        if seconds is not None:
-            self._look_at = min(self._look_at, time.monotonic() + seconds)
+        pause = self._held_up.pause(seconds)
+        if pause is not None:
+            self._look_at = min(self._look_at, time.monotonic() + pause)
 
     def _settle_page(self, executor: Executor) -> int:
         page = schedules.due(executor, known=sorted(self._known), page=PAGE)
         if not page:
             return 0
         now = schedules.now(executor)
-        for stored in page:
+        for row in page:
             try:
                 with executor.atomic():
-                    self._settle(executor, stored, now)
+                    self._settle(executor, schedules.read(row), now)
             except (DatabaseUnavailable, psycopg.OperationalError):
                 raise
             except (
                 Exception
             ) as exc:  # specifications, tasks, signal handlers are the user's: they stop their schedule alone
-                if schedules.set_fault(executor, stored.name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
-                    logger.error("Schedule %r cannot run, it is tried every %g s: %s", stored.name, PAUSE, exc)
+                if schedules.set_fault(executor, row.name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
+                    logger.error("Schedule %r cannot run, it is tried every %g s: %s", row.name, PAUSE, exc)
         return len(page)
 
     def _settle(self, executor: Executor, stored: StoredSchedule, now: datetime) -> None:

@@ -38,6 +38,8 @@ logger = get_logger(__name__)
 ALIVE = 4.0
 #: Share of the time that sweeping may take while there is more to look at: one part in this many.
 SHARE = 5
+#: Seconds after which the pruning looks again at what it has passed by.
+PRUNE_ANEW = 600.0
 
 
 class Sweeper:
@@ -56,6 +58,8 @@ class Sweeper:
         self._outage = outage
         self._settings = settings
         self._after = expiry.FIRST
+        self._pruned = history.Position()
+        self._prune_anew_at = float("-inf")
         self._more_to_prune = False
         self._next_at = float("-inf")
         self._alive_at = float("-inf")
@@ -68,6 +72,7 @@ class Sweeper:
     def soon(self) -> None:
         """Begin again at the next turn: Postgres or the broker is back."""
         self._next_at = float("-inf")
+        self._prune_anew_at = float("-inf")
 
     def turn(self) -> None:
         """Do a slice if it is time.
@@ -105,9 +110,12 @@ class Sweeper:
         if found.unwanted:
             self._each("unwanted timers", found.unwanted, self._settle_unwanted)
         error = None
-        if found.forgotten and not self._outage.remaining(time.monotonic()):
+        # Claims of a dead beat are late already; what workers leave lying may be many, and only probably lost.
+        for ids in (found.unmarked, found.untaken):
+            if not ids or error is not None or self._outage.remaining(time.monotonic()):
+                continue
             try:
-                self._dispatcher.again(found.forgotten)
+                self._dispatcher.again(ids)
             except BrokerUnavailable as exc:
                 error = exc
             except psycopg.Error as exc:
@@ -126,11 +134,20 @@ class Sweeper:
             logger.error("%d timers were never taken by a worker: they are dead letters now.", number)
 
     def _prune(self) -> None:
-        settings = self._settings
-        pruned = self._try(
-            "history", lambda executor: history.prune(executor, retention=settings.retention, page=settings.page)
-        )
-        self._more_to_prune = pruned is not None and pruned >= settings.page
+        now = time.monotonic()
+        if now >= self._prune_anew_at:
+            # A dead letter that was kept may have been replayed or discarded since.
+            self._prune_anew_at = now + PRUNE_ANEW
+            self._pruned = history.Position()
+        retention, page = self._settings.retention, self._settings.page
+        self._more_to_prune = False
+        for what, statement in (("history", history.prune), ("attempts", history.prune_left_over)):
+            done = self._try(what, partial(statement, position=self._pruned, retention=retention, page=page))
+            if done is not None:
+                self._pruned, more = done
+                self._more_to_prune |= more
+        more_notes = self._try("occurrences", partial(history.prune_notes, retention=retention, page=page))
+        self._more_to_prune |= bool(more_notes)
 
     def _say_alive(self, executor: Executor) -> None:
         beats.forget_silent(executor)

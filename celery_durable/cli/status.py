@@ -15,7 +15,7 @@ from celery_durable.cli.output import facts, listed, plain
 from celery_durable.cli.session import DONE, Session, operates
 from celery_durable.cli.times import absolute, duration, iso, relative
 from celery_durable.core.states import IN_MOTION, State
-from celery_durable.store import beats, listing, schedules
+from celery_durable.store import beats, history, listing, schedules
 from celery_durable.store.executor import Executor
 
 #: How many of the next timers and schedules are shown.
@@ -34,7 +34,7 @@ def status(session: Session) -> int:
         waiting = listing.Filter(states=[State.WAITING], due_after=now)
         return {
             "now": now, "counts": beats.counts(executor), "beats": beats.every(executor),
-            "lateness": listing.lateness(executor),
+            "lateness": history.lateness(executor),
             "timers": listing.page_of_timers(executor, waiting, limit=SHOWN).timers,
             "schedules": listing.next_schedules(executor, limit=SHOWN),
         }  # fmt: skip
@@ -44,8 +44,8 @@ def status(session: Session) -> int:
     document = {
         "now": iso(now), "schema": database.schema, **_counts(read["counts"]),
         "lateness_last_day": {
-            "number": read["lateness"]["number"],
-            **{f"{name}_seconds": read["lateness"][name] for name in ("p50", "p95", "p99")},
+            "number": read["lateness"].number,
+            **{f"{name}_seconds": getattr(read["lateness"], name) for name in ("p50", "p95", "p99")},
         },
         "beats": [
             {"node": row.node, "pid": row.pid, "version": row.version, "alive": row.silent_for < patience,
@@ -79,9 +79,7 @@ def _counts(counts: Mapping[str, Any]) -> dict[str, Any]:
         "overdue": counts["due"],
         "oldest_overdue_seconds": None if counts["oldest_overdue"] is None else max(0.0, counts["oldest_overdue"]),
         "dead_letters": counts["dead"], "schedules": counts["schedules"],
-        "ended_last_day": {
-            str(state): ended[str(state)]["number"] if str(state) in ended else 0 for state in State if state.ended
-        },
+        "ended_last_day": {str(state): ended.get(str(state), 0) for state in State if state.ended},
     }  # fmt: skip
 
 

@@ -76,6 +76,26 @@ class Clock:
         return instant - self.at(monotonic)
 
 
+class HeldUp:
+    """How long to wait for what is overdue and was not there a moment ago.
+
+    It has just fallen due, or somebody holds its row: a beat for a moment, or a
+    transaction for a minute.  Pauses double from `least` to `most` seconds.
+    """
+
+    def __init__(self, least: float = 0.001, most: float = 0.25) -> None:
+        self._least, self._most = least, most
+        self._next = least
+
+    def pause(self, seconds: float | None) -> float | None:
+        """The pause before the next look, when the next one is due in `seconds` (negative: overdue; None: never)."""
+        if seconds is None or seconds > 0:
+            self._next = self._least
+            return seconds
+        pause, self._next = self._next, min(self._next * 2, self._most)
+        return pause
+
+
 class Outage:
     """Something that is away: when to try again, and what is worth saying.
 

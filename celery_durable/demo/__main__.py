@@ -150,7 +150,7 @@ class Story:
         counts = self.database.run(beats.counts)
         late = self.database.run(history.lateness)
         numbers = {"waiting": counts["waiting"], **counts["in_motion"], **self.database.run(history.tally)}  # type: ignore[dict-item]  # counts is a mapping of several kinds
-        self.screen.show(numbers, late.p50, late.p99)  # type: ignore[arg-type]  # as above
+        self.screen.show(numbers, late.p50 or 0.0, late.p99 or 0.0)  # type: ignore[arg-type]  # as above
 
     def _ended(self, timers: list[Timer]) -> int:
         from celery_durable.store import history
@@ -175,7 +175,7 @@ class Story:
         right = not lost and dead == 1 and cancelled == 1 and succeeded == total - 2
         print(
             f"demo {'ok' if right else 'failed'}: {total} timers, {succeeded} succeeded, {dead} dead, {cancelled} cancelled, "
-            f"{len(lost)} lost, lateness p50 {late.p50 * 1000:.0f} ms p99 {late.p99 * 1000:.0f} ms"
+            f"{len(lost)} lost, lateness p50 {(late.p50 or 0) * 1000:.0f} ms p99 {(late.p99 or 0) * 1000:.0f} ms"
         )
         return 0 if right else 1
 

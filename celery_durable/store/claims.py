@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 from uuid import UUID
 
+from celery_durable.core.text import storable
 from celery_durable.store.executor import Executor
 
 #: The lower bound of a scan that must see everything.
@@ -43,41 +44,66 @@ class Claim(NamedTuple):
 _MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.headers::text as headers,
     c.properties::text as properties, c.exchange, c.routing_key, c.queue"""
 
+# The claims that are still this beat's: locked in one order, or two beats could deadlock, and skipping others' locks.
+_MINE = """mine as materialized (
+    select r.id from {schema}.run r join unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
+           on r.id = u.id and r.fence = u.fence
+    where r.state = 'claimed' order by r.id for update of r skip locked)"""
+
 # Purpose: take a page of due timers out of waiting; those past `expires` end here, decided once for each row: two
 # looks at the clock could leave it in neither table.  A row made by plain SQL whose id has a run or an outcome already
-# is dropped: as an error it would stop its whole page for ever.  Index: timer_wake, one range between watermark and now, then
-# primary keys.  Locks: the page's rows, skipping others' locks.
+# is dropped, which its attempts tell: it would run a finished timer again, and as an error stop its whole page for ever.
+# Index: timer_wake, one range between watermark and now, then primary keys.
+# Locks: the page's rows, skipping others' locks.  A row whose payload this snapshot does not see stays: a replacement
+# may have been committed after the snapshot and before the lock.  It comes back without `due_at`.
 # Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
 # the text because a generic plan for a parameter would scan the whole table.  Instants become numbers before they are
 # subtracted: a row written by plain SQL may say `infinity`, which Postgres 16 and older refuse to subtract.
 CLAIM = """
 with due as materialized (
-    select id from {schema}.timer
+    select id, call_id, (expires_at <= {schema}.clock()) is true as lapsed from {schema}.timer
     where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz and wake_at <= {schema}.clock()
     order by wake_at limit {page} for update skip locked),
-gone as (delete from {schema}.timer t using due where t.id = due.id
-         returning t.*, (t.expires_at <= {schema}.clock()) is true as lapsed),
+gone as (
+    delete from {schema}.timer t using due
+    where t.id = due.id and (lapsed or exists (select from {schema}.call c where c.id = due.call_id))
+    returning t.*, lapsed),
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
-    select id, call_id, due_at, attempt, case when lapsed then 'expired' else 'dead' end,
-           case when lapsed then 'expired before dispatch' else 'payload missing' end
-    from gone g where lapsed or not exists (select from {schema}.call c where c.id = g.call_id)
+    select id, call_id, due_at, attempt, 'expired', 'expired before dispatch' from gone where lapsed
     on conflict do nothing),
 moved as (
     insert into {schema}.run (id, call_id, fence, due_at, expires_at, deadline, claimed_at, attempt, lost, shard,
-                              leased, state)
+                              leased, held, state)
     select g.id, g.call_id, nextval('{schema}.fence'), g.due_at, g.expires_at,
            {schema}.clock() + %(timeout)s::float8 * interval '1 second', {schema}.clock(), g.attempt, g.lost, g.shard,
-           c.leased, 'claimed'
+           c.leased, g.held, 'claimed'
     from gone g join {schema}.call c on c.id = g.call_id
-    where not g.lapsed
-    on conflict do nothing returning id, call_id, fence, expires_at)
-select g.id, g.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
+    where not g.lapsed and not exists (select from {schema}.outcome o where o.id = g.id)
+    on conflict do nothing returning id, call_id, fence, expires_at),
+told as (
+    insert into {schema}.attempt (timer_id, fence, attempt, ending, error)
+    select id, 0, attempt, 'refused', 'a run or an outcome of this id exists already'
+    from gone g where not lapsed and not exists (select from moved m where m.id = g.id))
+select d.id, d.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
        extract(epoch from g.wake_at)::float8 as wake_at,
        extract(epoch from m.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}
-from gone g left join moved m on m.id = g.id left join {schema}.call c on c.id = g.call_id and m.id is not null
+from due d left join gone g on g.id = d.id left join moved m on m.id = d.id
+     left join {schema}.call c on c.id = d.call_id and m.id is not null
 order by g.wake_at
 """.replace("{message}", _MESSAGE)
+
+# Purpose: end the timers that have no payload, which only plain SQL can bring about: first their locks, then a look
+# that sees whatever was committed before them.  Index: primary keys.  Locks: the rows, skipping others'.
+LOCK_WAITING = "select id from {schema}.timer where id = any(%(ids)s::uuid[]) order by id for update skip locked"
+END_WITHOUT_PAYLOAD = """
+with gone as (
+    delete from {schema}.timer t where id = any(%(ids)s::uuid[])
+    and not exists (select from {schema}.call c where c.id = t.call_id) returning *)
+insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
+select id, call_id, due_at, attempt, 'dead', 'payload missing' from gone
+on conflict do nothing
+"""
 
 # Purpose: claim again, in place, what was claimed or dispatched and then forgotten.  Index: primary key.
 # Locks: the page's rows, skipping others'.  Fence: a fresh one; deadline and state are checked again.
@@ -113,36 +139,39 @@ select value::text::int as shards, extract(epoch from {schema}.clock())::float8 
 from {schema}.meta where name = 'shards'
 """
 
-# Purpose: leased timers are dispatched once the broker has confirmed them.  Index: primary key.  Locks: the rows.
+# Purpose: leased timers are dispatched once the broker has confirmed them.  Index: primary key.
+# Locks: the rows in one order, skipping others': a cancel in an open transaction must not hold a beat up; if it comes
+# to nothing the message is published again, and the lease keeps it single.
 # Fence: named; a run that a quick worker has leased, or another beat claimed again, is left alone.
 MARK_DISPATCHED = """
+with {mine}
 update {schema}.run r
 set state = 'dispatched', dispatched_at = coalesce(r.dispatched_at, {schema}.clock()),
     deadline = {schema}.clock() + interval '1 second' *
                least(%(redispatch_max)s::float8, %(redispatch_after)s::float8 * 2 ^ least(r.dispatches, 20)),
     dispatches = r.dispatches + 1
-from unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
-where r.id = u.id and r.fence = u.fence and r.state = 'claimed'
+from mine where r.id = mine.id
 returning r.id, extract(epoch from r.dispatched_at)::float8 - extract(epoch from r.due_at)::float8 as lateness
-"""
+""".replace("{mine}", _MINE)
 
-# Purpose: plain tasks end as sent.  Index: primary key.  Locks: the rows.  Fence: named, as above.
+# Purpose: plain tasks end as sent.  Index: primary key.  Locks, fence: as above.
 MARK_SENT = """
-with gone as (
-    delete from {schema}.run r using unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
-    where r.id = u.id and r.fence = u.fence and r.state = 'claimed' returning r.*)
-insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state)
-select id, call_id, due_at, {schema}.clock(), fence, attempt, 'sent' from gone
-returning id, extract(epoch from dispatched_at)::float8 - extract(epoch from due_at)::float8 as lateness
-"""
+with {mine},
+gone as (delete from {schema}.run r using mine where r.id = mine.id returning r.*),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state)
+    select id, call_id, due_at, {schema}.clock(), fence, attempt, 'sent' from gone
+    on conflict do nothing)
+select id, extract(epoch from {schema}.clock())::float8 - extract(epoch from due_at)::float8 as lateness from gone
+""".replace("{mine}", _MINE)
 
 # Purpose: let go of claims that were not published, to be tried again after a pause.  Index: primary key.
-# Locks: the rows.  Fence: named.
+# Locks: the rows, as above.  Fence: named.
 RELEASE = """
+with {mine}
 update {schema}.run r set deadline = {schema}.clock() + %(pause)s::float8 * interval '1 second'
-from unnest(%(ids)s::uuid[], %(fences)s::bigint[]) as u(id, fence)
-where r.id = u.id and r.fence = u.fence and r.state = 'claimed' returning r.id
-"""
+from mine where r.id = mine.id returning r.id
+""".replace("{mine}", _MINE)
 
 # Purpose: a row that no broker can ever carry is kept as a dead letter.  Index: primary key.  Locks: the row.
 # Fence: named.
@@ -150,9 +179,13 @@ QUARANTINE = """
 with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = 'claimed' returning *),
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, fence, attempt, state, reason)
-    select id, call_id, due_at, fence, attempt, 'dead', 'undispatchable' from gone)
-insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
-select id, call_id, attempt, 'undispatchable', %(error_type)s::text, %(error)s::text from gone returning id
+    select id, call_id, due_at, fence, attempt, 'dead', 'undispatchable' from gone
+    on conflict do nothing),
+buried as (
+    insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
+    select id, call_id, attempt, 'undispatchable', %(error_type)s::text, %(error)s::text from gone
+    on conflict do nothing)
+select id from gone
 """
 
 
@@ -175,6 +208,11 @@ def claim(
         CLAIM.replace("{page}", str(int(page))),
         {"shard": shard, "watermark": _instant(watermark), "timeout": timeout},
     )
+    hidden = [str(row.id) for row in rows if row.due_at is None]
+    if hidden:
+        with executor.atomic():
+            locked = [str(row.id) for row in executor.fetch(LOCK_WAITING, {"ids": hidden})]
+            executor.fetch(END_WITHOUT_PAYLOAD, {"ids": locked})
     return [Claim._make(row) for row in rows if row.fence is not None], len(rows)
 
 
@@ -210,9 +248,7 @@ def shards(executor: Executor) -> tuple[int, float]:
 
 
 def _fenced(claims: Sequence[Claim]) -> dict[str, object]:
-    # Locks are taken in one order everywhere, or two beats could deadlock.
-    ordered = sorted(claims, key=lambda each: each.id)
-    return {"ids": [str(each.id) for each in ordered], "fences": [each.fence for each in ordered]}
+    return {"ids": [str(each.id) for each in claims], "fences": [each.fence for each in claims]}
 
 
 def mark(
@@ -244,6 +280,6 @@ def quarantine(executor: Executor, claim: Claim, error: BaseException) -> bool:
     """Turn a claim that can never be published into a dead letter; False when it is no longer ours."""
     parameters = {
         "id": str(claim.id), "fence": claim.fence, "error_type": type(error).__name__,
-        "error": str(error).replace("\x00", "\\0")[:8000].encode("utf-8", "backslashreplace").decode(),
+        "error": storable(str(error), 8000),
     }  # fmt: skip
     return bool(executor.fetch(QUARANTINE, parameters))

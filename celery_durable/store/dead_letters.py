@@ -6,28 +6,29 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from celery_durable.store.executor import Executor, Row
+from celery_durable.store.timers import KEY
 
 # Purpose: the newest dead letters.  Index: primary key of dead, backwards (ids rise with time), then call.  Locks: none.
 LIST = """
-select d.id, c.task, coalesce(o.key, c.headers->>'durable_key') as key, c.queue, d.died_at, d.attempt, d.reason,
+select d.id, c.task, {key} as key, c.queue, d.died_at, d.attempt, d.reason,
        d.error_type, d.error, d.replayed_as, d.replayed_at
-from {schema}.dead d join {schema}.call c on c.id = d.call_id left join {schema}.call o on o.id = d.id
+from {schema}.dead d join {schema}.call c on c.id = d.call_id join {schema}.call o on o.id = d.id
 where (%(task)s::text is null or c.task = %(task)s::text)
   and (%(replayed)s::boolean or d.replayed_as is null)
   and d.id < coalesce(%(before)s::uuid, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid)
 order by d.id desc limit {limit}
-"""
+""".replace("{key}", KEY)
 
 # Purpose: one dead letter with its payload.  Index: primary keys.  Locks: none.
 GET = """
-select d.id, c.task, coalesce(c.task_id, d.id::text) as task_id, coalesce(o.key, c.headers->>'durable_key') as key,
+select d.id, c.task, coalesce(c.task_id, d.id::text) as task_id, {key} as key,
        c.queue, d.died_at, d.attempt, d.reason, d.error_type, d.error, d.replayed_as, d.replayed_at,
        c.body, c.content_type, c.content_encoding, c.headers::text as headers, c.properties::text as properties,
-       c.exchange, c.routing_key, c.leased, c.tenant, c.created_at, u.due_at, u.started_at, u.worker
-from {schema}.dead d join {schema}.call c on c.id = d.call_id left join {schema}.call o on o.id = d.id
+       c.exchange, c.routing_key, c.leased, c.tenant, c.created_at, {schema}.readable(u.due_at) as due_at, u.started_at, u.worker
+from {schema}.dead d join {schema}.call c on c.id = d.call_id join {schema}.call o on o.id = d.id
 left join {schema}.outcome u on u.id = d.id
 where d.id = %(id)s::uuid
-"""
+""".replace("{key}", KEY)
 
 # Purpose: a dead letter is replayed once.  Index: primary key.
 # Locks: the row; a second replay at the same moment waits, then finds it replayed.

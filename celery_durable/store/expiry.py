@@ -21,10 +21,12 @@ with stretch as materialized (
     select id, fence, state, deadline, expires_at, dispatched_at from {schema}.run where id > %(after)s::uuid
     order by id limit {look})
 select (select count(*) from stretch) as seen, (select id from stretch order by id desc limit 1) as last,
-       array(select id from stretch where state in ('claimed', 'dispatched') and deadline <= {schema}.clock()
+       array(select id from stretch where state = 'claimed' and deadline <= {schema}.clock()
+             and (expires_at is null or expires_at > {schema}.clock()) order by deadline limit {page}) as unmarked,
+       array(select id from stretch where state = 'dispatched' and deadline <= {schema}.clock()
              and (expires_at is null or expires_at > {schema}.clock())
-             and (state = 'claimed' or dispatched_at > {schema}.clock() - %(grace)s::float8 * interval '1 second')
-             order by deadline limit {page}) as forgotten,
+             and dispatched_at > {schema}.clock() - %(grace)s::float8 * interval '1 second'
+             order by deadline limit {page}) as untaken,
        array(select id from stretch where state in ('running', 'finishing') and deadline <= {schema}.clock()
              and not exists (select from {schema}.renewal n where n.id = stretch.id and n.fence = stretch.fence
                              and n.until > {schema}.clock())
@@ -38,6 +40,7 @@ select (select count(*) from stretch) as seen, (select id from stretch order by 
 # Purpose: runs whose lease ended without an end of the run: back to waiting, or dead when attempts are used up.
 # Index: primary keys of run and renewal.  Locks: the page's rows, skipping others'.
 # Fence: a renewal counts only with the fence of the run; a missing one means expired.
+# Where the body has returned only its callbacks are due again: at once the first time, then after the task's pause.
 LOST = """
 with late as materialized (
     select r.id from {schema}.run r
@@ -47,22 +50,28 @@ with late as materialized (
     order by r.id for update of r skip locked),
 gone as (delete from {schema}.run r using late where r.id = late.id returning r.*),
 judged as (
-    select *, state = 'running' and (attempt >= max_attempts or lost + 1 >= {max_lost}) is true as over from gone),
-forgotten as (delete from {schema}.renewal n using gone g where n.id = g.id and n.fence <= g.fence),
+    select *, (state = 'running' and attempt >= max_attempts or lost + 1 >= {max_lost}) is true as over,
+           case when state = 'running' then 'worker lost' else 'callbacks failed' end as why,
+           case when state = 'running' or lost > 0 then coalesce(retry_in, 0) * (0.5 + random() / 2) else 0 end as pause
+    from gone),
+unrenewed as (
+    delete from {schema}.renewal where id = any(array(
+        select n.id from {schema}.renewal n join gone g on n.id = g.id and n.fence <= g.fence
+        order by n.id for update of n skip locked))),
+unheld as (delete from {schema}.held_result h using judged j where h.id = j.id and j.over),
 back as (
-    insert into {schema}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard)
-    select id, call_id, d.at, greatest(d.at, {schema}.clock()), expires_at, attempt,
-           lost + (state = 'running')::integer, shard
-    from judged, lateral (select {schema}.clock() + case when state = 'running'
-                          then retry_in * (0.5 + random() / 2) else 0 end * interval '1 second' as at) d
-    where not over returning id, due_at, wake_at),
+    insert into {schema}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard, held)
+    select id, call_id, d.at, d.at, expires_at, attempt, lost + 1, shard, held
+    from judged, lateral (select {schema}.clock() + pause * interval '1 second' as at) d
+    where not over on conflict do nothing returning id, due_at, wake_at),
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
-    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'dead', 'worker lost', worker
-    from judged where over),
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'dead', why, worker
+    from judged where over on conflict do nothing),
 buried as (
     insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
-    select id, call_id, attempt, 'worker lost', 'WorkerLostError', 'no heartbeat of ' || worker from judged where over),
+    select id, call_id, attempt, why, 'WorkerLostError', 'no heartbeat of ' || worker from judged where over
+    on conflict do nothing),
 told as (
     insert into {schema}.attempt (timer_id, fence, started_at, attempt, ending, worker, next_due_at, error_type, error)
     select j.id, j.fence, j.started_at, j.attempt, case when j.state = 'running' then 'lost' else 'held' end, j.worker,
@@ -81,7 +90,7 @@ with late as materialized (
 gone as (delete from {schema}.run r using late where r.id = late.id returning r.*)
 insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state, reason)
 select id, call_id, due_at, dispatched_at, fence, attempt, 'expired', 'expired before a worker took it' from gone
-returning id
+on conflict do nothing returning id
 """
 
 # Purpose: dispatched again and again for the whole grace, never leased: dead.  Index: primary key.
@@ -94,10 +103,11 @@ with late as materialized (
 gone as (delete from {schema}.run r using late where r.id = late.id returning r.*),
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state, reason)
-    select id, call_id, due_at, dispatched_at, fence, attempt, 'dead', 'never leased' from gone)
+    select id, call_id, due_at, dispatched_at, fence, attempt, 'dead', 'never leased' from gone
+    on conflict do nothing)
 insert into {schema}.dead (id, call_id, attempt, reason, error)
 select id, call_id, attempt, 'never leased', 'no worker took it after ' || dispatches || ' dispatches' from gone
-returning id
+on conflict do nothing returning id
 """
 
 # Purpose: renewals that outlived their run.  Index: primary keys.  Locks: the page's rows, skipping others'.
@@ -116,7 +126,10 @@ class Stretch:
 
     last: UUID | None
     """Where the next look begins; None: the end was reached."""
-    forgotten: Sequence[UUID]
+    unmarked: Sequence[UUID]
+    """Claims whose beat has died or could not publish."""
+    untaken: Sequence[UUID]
+    """Dispatched, and no worker has leased them for so long that the message may be lost."""
     silent: Sequence[UUID]
     expired: Sequence[UUID]
     unwanted: Sequence[UUID]
@@ -127,7 +140,7 @@ def look(executor: Executor, *, after: UUID, page: int, grace: float) -> Stretch
     sql = LOOK_AT.replace("{look}", str(LOOK)).replace("{page}", str(int(page)))
     row = executor.fetch(sql, {"after": str(after), "grace": grace})[0]
     return Stretch(
-        last=row.last if row.seen == LOOK else None, forgotten=row.forgotten, silent=row.silent,
+        last=row.last if row.seen == LOOK else None, unmarked=row.unmarked, untaken=row.untaken, silent=row.silent,
         expired=row.expired, unwanted=row.unwanted,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from uuid import UUID
 
 from celery_durable.store.executor import Executor, Row
@@ -13,13 +14,14 @@ select attempt, fence, ending, started_at, ended_at, next_due_at, worker, error_
 from {schema}.attempt where timer_id = %(id)s::uuid order by id
 """
 
-# Purpose: timers finished long ago.  Index: outcome_finished, one range.  Locks: none.
-# A dead letter is kept until it is replayed or discarded.
+# Purpose: a stretch of the timers finished long ago.  Index: outcome_finished, one range from where the last look ended:
+# a dead letter is kept until it is replayed or discarded, and a store may keep many.  Locks: none.
 OLD = """
-select id from {schema}.outcome o
+select id, finished_at::text as at, exists (select from {schema}.dead d where d.id = o.id and d.replayed_as is null) as kept
+from {schema}.outcome o
 where finished_at < {schema}.clock() - %(retention)s::float8 * interval '1 second'
-  and not exists (select from {schema}.dead d where d.id = o.id and d.replayed_as is null)
-order by finished_at limit {page}
+  and finished_at >= %(at)s::timestamptz and (finished_at, id) > (%(at)s::timestamptz, %(id)s::uuid)
+order by finished_at, id limit {page}
 """
 
 # Purpose: forget them, and with them their keys and payloads.  Index: primary keys, attempt_timer, call_replaced, each
@@ -29,19 +31,45 @@ FORGET = """
 with gone as (delete from {schema}.outcome where id = any(%(ids)s::uuid[])),
 undead as (delete from {schema}.dead where id = any(%(ids)s::uuid[])),
 attempts as (delete from {schema}.attempt where timer_id = any(%(ids)s::uuid[])),
+held as (delete from {schema}.held_result where id = any(%(ids)s::uuid[])),
 replaced as (delete from {schema}.call where timer_id = any(%(ids)s::uuid[]) and timer_id <> id)
 delete from {schema}.call where id = any(%(ids)s::uuid[]) returning id
+"""
+
+# Purpose: attempts noted after their timer was forgotten: a holder that was refused days later.  Index: primary key,
+# one range from where the last look ended, then primary keys.  Locks: the rows.
+LEFT_OVER = """
+with stretch as materialized (
+    select id, timer_id, ended_at < {schema}.clock() - %(retention)s::float8 * interval '1 second' as old
+    from {schema}.attempt where id > %(after)s::bigint order by id limit {page}),
+gone as (
+    delete from {schema}.attempt where id = any(array(
+        select s.id from stretch s
+        where old and not exists (select from {schema}.outcome o where o.id = s.timer_id)
+          and not exists (select from {schema}.run r where r.id = s.timer_id)
+          and not exists (select from {schema}.timer t where t.id = s.timer_id)
+        order by s.id)))
+select max(id) as last, count(*) as seen, coalesce(bool_and(old), false) as old from stretch
+"""
+
+# Purpose: notes of occurrences that did not run long ago.  Index: occurrence_noted, one range.  Locks: the rows.
+OLD_NOTES = """
+delete from {schema}.occurrence where ctid = any(array(
+    select ctid from {schema}.occurrence
+    where noted_at < {schema}.clock() - %(retention)s::float8 * interval '1 second' order by noted_at limit {page}))
+returning schedule
 """
 
 # Purpose: how everything ended.  Index: none: for a report over a small store.  Locks: none.
 TALLY = "select state, count(*) as number from {schema}.outcome group by state order by state"
 
-# Purpose: lateness of everything that was dispatched.  Index: none: as TALLY.  Locks: none.
+# Purpose: how late timers were dispatched within a day.  Index: outcome_finished; at most 100,000 rows.  Locks: none.
 LATENESS = """
-select count(*) as number, coalesce(percentile_cont(0.5) within group (order by late), 0) as p50,
-       coalesce(percentile_cont(0.99) within group (order by late), 0) as p99
-from (select extract(epoch from dispatched_at - due_at)::float8 as late from {schema}.outcome
-      where dispatched_at is not null) o
+select count(*) as number, percentile_cont(array[0.5, 0.95, 0.99]) within group
+       (order by extract(epoch from dispatched_at - {schema}.readable(due_at))::float8) as seconds
+from (select dispatched_at, due_at from {schema}.outcome where finished_at > {schema}.clock() - interval '1 day'
+      order by finished_at desc limit 100000) o
+where dispatched_at is not null and due_at is not null
 """
 
 # Purpose: how many of these timers have ended.  Index: primary key.  Locks: none.
@@ -62,12 +90,50 @@ def attempts(executor: Executor, timer_id: UUID) -> Sequence[Row]:
     return executor.fetch(ATTEMPTS, {"id": str(timer_id)})
 
 
-def prune(executor: Executor, *, retention: float, page: int) -> int:
-    """Delete one page of timers finished longer ago than `retention` seconds; returns how many."""
-    rows = executor.fetch(OLD.replace("{page}", str(int(page))), {"retention": retention})
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far the pruning has come: it need not look again at what is kept."""
+
+    at: str = "-infinity"
+    id: str = str(UUID(int=0))
+    attempt: int = 0
+
+
+def prune(executor: Executor, position: Position, *, retention: float, page: int) -> tuple[Position, bool]:
+    """Delete, of one page of timers finished longer ago than `retention` seconds, those that nobody may want.
+
+    Arguments:
+        executor: in autocommit.
+        position: of the call before; the first one sees everything.
+        retention: in seconds.
+        page: most rows.
+
+    Returns:
+        The position for the next call, and whether there is more to look at now.
+    """
+    rows = executor.fetch(
+        OLD.replace("{page}", str(int(page))), {"retention": retention, "at": position.at, "id": position.id}
+    )
+    forgotten = [str(row.id) for row in rows if not row.kept]
+    if forgotten:
+        executor.fetch(FORGET, {"ids": forgotten})
     if rows:
-        executor.fetch(FORGET, {"ids": [str(row.id) for row in rows]})
-    return len(rows)
+        position = replace(position, at=rows[-1].at, id=str(rows[-1].id))
+    return position, len(rows) == page
+
+
+def prune_left_over(executor: Executor, position: Position, *, retention: float, page: int) -> tuple[Position, bool]:
+    """As :func:`prune`, of one page of attempts: those whose timer has been forgotten."""
+    sql = LEFT_OVER.replace("{page}", str(int(page)))
+    row = executor.fetch(sql, {"retention": retention, "after": position.attempt})[0]
+    if not row.old:
+        return position, False  # younger ones come next: they are looked at again
+    return replace(position, attempt=row.last), row.seen == page
+
+
+def prune_notes(executor: Executor, *, retention: float, page: int) -> bool:
+    """Delete one page of old notes about occurrences that did not run; whether there may be more."""
+    return len(executor.fetch(OLD_NOTES.replace("{page}", str(int(page))), {"retention": retention})) == page
 
 
 def tally(executor: Executor) -> dict[str, int]:
@@ -75,9 +141,21 @@ def tally(executor: Executor) -> dict[str, int]:
     return {row.state: row.number for row in executor.fetch(TALLY)}
 
 
-def lateness(executor: Executor) -> Row:
-    """``number``, ``p50`` and ``p99`` (seconds) of all dispatches in the history."""
-    return executor.fetch(LATENESS)[0]
+@dataclass(frozen=True, kw_only=True)
+class Lateness:
+    """Dispatched minus due, in seconds; None where nothing was dispatched."""
+
+    number: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+def lateness(executor: Executor) -> Lateness:
+    """How late timers were that ended within a day."""
+    row = executor.fetch(LATENESS)[0]
+    p50, p95, p99 = row.seconds or (None, None, None)
+    return Lateness(number=row.number, p50=p50, p95=p95, p99=p99)
 
 
 def number_ended(executor: Executor, ids: Sequence[UUID]) -> int:

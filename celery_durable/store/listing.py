@@ -8,17 +8,19 @@ of them the filters let through.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from uuid import UUID
+
+import psycopg
 
 from celery_durable.core.states import ENDED, IN_MOTION, LIVE, State
 from celery_durable.store import timers
 from celery_durable.store.executor import Executor, Row
 from celery_durable.store.schedules import StoredSchedule
 from celery_durable.store.schedules import get as get_schedule
-from celery_durable.store.timers import Found
+from celery_durable.store.timers import KEY, Found
 
 #: Rows that one call of :func:`page_of_timers` looks at before it returns what it has, with a cursor to go on from.
 MOST_LOOKED_AT = 100_000
@@ -26,8 +28,12 @@ MOST_LOOKED_AT = 100_000
 #: Rows that one statement looks at when filters may refuse most of them.
 STRIDE = 2_000
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_CURSOR = re.compile(r"(motion|waiting|ended):(-?\d{1,18}):([0-9a-f-]{36})")
+_NO_CURSOR = "{!r} is no cursor. Take it from the page before, as it stands."
+# Made of digits that were a timestamp once; one that is edited is refused here or, out of range, by Postgres.
+_CURSOR = re.compile(
+    r"(motion|waiting|ended),(-?infinity|\d{4,6}-[01]\d-[0-3]\d_[0-2]\d:[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:_BC)?_UTC)"
+    r",([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+)
 
 _COMMON = "id, call_id, due_at, attempt"
 
@@ -37,7 +43,7 @@ select {_COMMON}, due_at as at, state, expires_at, dispatched_at, started_at, nu
        null as reason
 from {{schema}}.run
 where (due_at, id) > (%(at)s::timestamptz, %(id)s::uuid)
-  and due_at >= %(due_after)s::timestamptz and due_at < %(due_before)s::timestamptz
+  and due_at >= %(due_after)s::timestamptz and (%(due_before)s::timestamptz is null or due_at < %(due_before)s::timestamptz)
 order by due_at, id limit {{page}}
 """
 
@@ -50,7 +56,7 @@ cross join lateral (
            null::timestamptz as started_at, null::timestamptz as finished_at, null as worker, null as reason
     from {{schema}}.timer
     where shard = s.shard and wake_at >= greatest(%(at)s::timestamptz, %(due_after)s::timestamptz)
-      and wake_at <= greatest(%(due_before)s::timestamptz, {{schema}}.clock())
+      and wake_at <= greatest(coalesce(%(due_before)s::timestamptz, 'infinity'), {{schema}}.clock())
       and (wake_at, id) > (%(at)s::timestamptz, %(id)s::uuid)
     order by wake_at, id limit {{page}}) t
 order by t.at, t.id limit {{page}}
@@ -71,35 +77,35 @@ _FILTERED = """
 with page as materialized ({source}),
 seen as (select count(*) as looked_at, (array_agg(at order by at {order}, id {order}))[1] as last_at,
                 (array_agg(id order by at {order}, id {order}))[1] as last_id from page)
-select seen.looked_at, seen.last_at, seen.last_id, m.* from seen left join lateral (
-    select p.id, p.call_id, p.due_at, p.attempt, p.at, p.state, p.expires_at, p.dispatched_at, p.started_at,
-           p.finished_at, p.worker, p.reason, c.task, coalesce(c.task_id, p.id::text) as task_id,
-           coalesce(o.key, c.headers->>'durable_key') as key, c.leased, c.queue, c.schedule
-    from page p join {schema}.call c on c.id = p.call_id left join {schema}.call o on o.id = p.id
+select seen.looked_at, {last_at} as last_at, seen.last_id, m.id, m.call_id, m.due_at, m.attempt, m.state, m.expires_at,
+       m.dispatched_at, m.started_at, m.finished_at, m.worker, m.reason, m.task, m.task_id, m.key, m.leased, m.queue,
+       m.schedule, {m_at} as position
+from seen left join lateral (
+    select p.id, p.call_id, {schema}.readable(p.due_at) as due_at, p.attempt, p.at, p.state,
+           {schema}.readable(p.expires_at) as expires_at, p.dispatched_at, p.started_at, p.finished_at, p.worker,
+           p.reason, c.task, coalesce(c.task_id, p.id::text) as task_id, {key} as key, c.leased, c.queue, o.schedule
+    from page p join {schema}.call c on c.id = p.call_id join {schema}.call o on o.id = p.id
     where p.state = any(%(states)s::text[])
-      and p.due_at >= %(due_after)s::timestamptz and p.due_at < %(due_before)s::timestamptz
+      and p.due_at >= %(due_after)s::timestamptz
+      and (%(due_before)s::timestamptz is null or p.due_at < %(due_before)s::timestamptz)
       and (%(task)s::text is null or c.task = %(task)s::text)
       and (%(queue)s::text is null or coalesce(c.queue, c.routing_key) = %(queue)s::text)
-      and (%(schedule)s::text is null or c.schedule = %(schedule)s::text)
-      and (%(key)s::text is null or starts_with(coalesce(o.key, c.headers->>'durable_key'), %(key)s::text))
+      and (%(schedule)s::text is null or o.schedule = %(schedule)s::text)
+      and (%(key)s::text is null or starts_with({key}, %(key)s::text))
 ) m on true
 order by m.at {forward}, m.id {forward}
 """
+# A position as text, because a row written by plain SQL may be due at `infinity`.
+_POSITION = "case when isfinite({at}) then ({at} at time zone 'UTC')::text || ' UTC' else {at}::text end"
+for _name, _at in (("last_at", "seen.last_at"), ("m_at", "m.at")):
+    _FILTERED = _FILTERED.replace("{" + _name + "}", _POSITION.replace("{at}", _at))
+_FILTERED = _FILTERED.replace("{key}", KEY)
 
 # Purpose: the message of a timer as it is stored.  Index: primary keys.  Locks: none.
 MESSAGE = """
 select c.body, c.content_type, c.content_encoding, c.headers::text as headers, c.properties::text as properties,
        c.exchange, c.routing_key, c.tenant, c.nominal, c.replay_of, o.created_at
 from {schema}.call c join {schema}.call o on o.id = c.timer_id where c.id = %(id)s::uuid
-"""
-
-# Purpose: how late timers were dispatched within a day.  Index: outcome_finished; at most 100,000 rows.  Locks: none.
-LATENESS = """
-select count(*) as number, percentile_cont(array[0.5, 0.95, 0.99]) within group
-       (order by extract(epoch from dispatched_at - due_at)::float8) as seconds
-from (select dispatched_at, due_at from {schema}.outcome where finished_at > {schema}.clock() - interval '1 day'
-      order by finished_at desc limit 100000) o
-where dispatched_at is not null and due_at is not null
 """
 
 # Purpose: the schedules that come due next.  Index: schedule_next.  Locks: none.
@@ -134,7 +140,7 @@ class Filter:
         return {
             "states": [str(state) for state in self.states], "task": self.task, "queue": self.queue,
             "schedule": self.schedule, "key": self.key, "due_after": self.due_after or "-infinity",
-            "due_before": self.due_before or "infinity",
+            "due_before": self.due_before,
         }  # fmt: skip
 
 
@@ -156,7 +162,7 @@ class _Walk:
     name: str
     sql: str
     states: frozenset[State]
-    start: tuple[object, str]
+    start: tuple[str, str]
     forward: str = "asc"
     backward: str = "desc"
 
@@ -199,7 +205,10 @@ def page_of_timers(executor: Executor, wanted: Filter, *, limit: int = 50, curso
         states = walk.states & set(wanted.states)
         while states:
             at, last_id = position or walk.start
-            rows = executor.fetch(walk.statement(stride), {**parameters, "at": at, "id": last_id})
+            try:
+                rows = executor.fetch(walk.statement(stride), {**parameters, "at": at, "id": last_id})
+            except psycopg.errors.DatetimeFieldOverflow as exc:
+                raise ValueError(_NO_CURSOR.format(cursor)) from exc
             looked_at += rows[0].looked_at
             for row in rows:
                 if row.id is None:
@@ -208,7 +217,7 @@ def page_of_timers(executor: Executor, wanted: Filter, *, limit: int = 50, curso
                     assert position is not None
                     return Page(timers=found, cursor=_cursor(walk, position), looked_at=looked_at)
                 found.append(timers.read(row))
-                position = (row.at, str(row.id))
+                position = (row.position, str(row.id))
             if rows[0].looked_at < stride:
                 break
             position = (rows[0].last_at, str(rows[0].last_id))
@@ -227,38 +236,25 @@ def _unfiltered(wanted: Filter) -> bool:
     )
 
 
-def _cursor(walk: _Walk, position: tuple[object, str]) -> str:
-    at, last_id = position
-    assert isinstance(at, datetime)
-    return f"{walk.name}:{(at - _EPOCH) // timedelta(microseconds=1)}:{last_id}"
+def _cursor(walk: _Walk, position: tuple[str, str]) -> str:
+    return ",".join((walk.name, position[0].replace(" ", "_"), position[1]))
 
 
-def _resume(cursor: str | None) -> tuple[Sequence[_Walk], tuple[object, str] | None]:
+def _resume(cursor: str | None) -> tuple[Sequence[_Walk], tuple[str, str] | None]:
     if cursor is None:
         return _WALKS, None
     parts = _CURSOR.fullmatch(cursor)
     if parts is None:
-        raise ValueError(f"{cursor!r} is no cursor. Take it from the page before, as it stands.")
-    name, microseconds, last_id = parts.groups()
+        raise ValueError(_NO_CURSOR.format(cursor))
+    name, at, last_id = parts.groups()
     number = [walk.name for walk in _WALKS].index(name)
-    try:
-        at = _EPOCH + timedelta(microseconds=int(microseconds))
-        return _WALKS[number:], (at, str(UUID(last_id)))
-    except (ValueError, OverflowError) as exc:
-        raise ValueError(f"{cursor!r} is no cursor. Take it from the page before, as it stands.") from exc
+    return _WALKS[number:], (at.replace("_", " "), last_id)
 
 
 def message_of(executor: Executor, call_id: UUID) -> Row | None:
     """The stored message of a timer, and when the timer was first stored; None when it has been pruned."""
     rows = executor.fetch(MESSAGE, {"id": str(call_id)})
     return rows[0] if rows else None
-
-
-def lateness(executor: Executor) -> Mapping[str, float | int | None]:
-    """How late timers were that ended within a day: their `number`, and `p50`, `p95`, `p99` in seconds."""
-    row = executor.fetch(LATENESS)[0]
-    p50, p95, p99 = row.seconds or (None, None, None)
-    return {"number": row.number, "p50": p50, "p95": p95, "p99": p99}
 
 
 def next_schedules(executor: Executor, *, limit: int) -> list[StoredSchedule]:

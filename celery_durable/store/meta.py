@@ -12,9 +12,14 @@ from celery_durable.store.executor import Executor
 
 #: Raised only by a migration that old code cannot live with.
 SCHEMA_MAJOR = 1
+#: The newest migration, which this code needs; a newer one of the same major version adds only.
+REVISION = "0001"
 
-# Purpose: what a process checks before its first statement.  Index: primary key.  Locks: none.
-READ = "select name, value::text as value from {schema}.meta"
+# Purpose: what a process checks before its first statement.  Index: none: a handful of rows.  Locks: none.
+READ = """
+select name, value::text as value from {schema}.meta
+union all select 'revision', to_json(version_num)::text from {schema}.alembic_version
+"""
 
 # Purpose: the first app to migrate owns the schema.  Index: primary key.  Locks: the row.
 CLAIM_FOR = """
@@ -39,11 +44,16 @@ def verify(database: Database, app_name: str | None) -> None:
         raise SchemaMismatch(
             f"Schema {database.schema!r} is of major version {major}, this code needs {SCHEMA_MAJOR}. {mend}"
         )
+    revision = found.get("revision")
+    if revision is None or revision < REVISION:
+        raise SchemaMismatch(
+            f"Schema {database.schema!r} is at revision {revision}, this code needs {REVISION}. Run: {MIGRATE}"
+        )
     refuse_foreign(database, found, app_name)
 
 
 def values(database: Database) -> dict[str, Any]:
-    """Everything that stands in ``meta``."""
+    """Everything that stands in ``meta``, and the schema's ``revision``."""
     return {row.name: json.loads(row.value) for row in database.run(lambda executor: executor.fetch(READ))}
 
 

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 from uuid import UUID
 
+from celery_durable.core.text import storable
 from celery_durable.store.executor import Executor, Row
 from celery_durable.store.timers import ANNOUNCED, NewTimer
 
@@ -74,7 +75,8 @@ mine as (
     union all
     select * from {schema}.run where id = %(id)s::uuid and token = %(token)s::text and state = 'running'
                                  and not exists (select from taken))
-select m.id, m.fence, m.attempt, m.due_at, m.dispatched_at, m.started_at, m.expires_at, c.nominal, c.schedule,
+select m.id, m.fence, m.attempt, {schema}.readable(m.due_at) as due_at, m.dispatched_at, m.started_at,
+       {schema}.readable(m.expires_at) as expires_at, {schema}.readable(c.nominal) as nominal, c.schedule,
        h.body, h.content_type, h.content_encoding
 from mine m join {schema}.call c on c.id = m.id left join {schema}.held_result h on h.id = m.id
 """
@@ -107,29 +109,37 @@ returning id
 HOLDS = """select id from {schema}.run where id = %(id)s::uuid and fence = %(fence)s"""
 
 # Purpose: the delivery that had this timer's message died before it took the lease: dispatch it again now.
-# Index: primary key.  Locks: the row.  Fence: none named; the state is.
+# Index: primary key.  Locks: the row.  Fence: a fresh one: a beat that has not marked its dispatch yet must not put
+# this off.
 NUDGE = """
-update {schema}.run set deadline = {schema}.clock() where id = %(id)s::uuid and state = 'dispatched' returning id
+update {schema}.run set state = 'claimed', fence = nextval('{schema}.fence'), deadline = {schema}.clock()
+where id = %(id)s::uuid and state in ('claimed', 'dispatched') returning id
 """
 
 # Purpose: what a parent that lost its child needs to settle the run.  Index: primary key.  Fence: found by token.
 BY_TOKEN = """
-select id, fence, attempt, max_attempts, retry_in, lost, state from {schema}.run
+select id, fence, attempt, max_attempts, coalesce(retry_in, 0) as retry_in, lost, state from {schema}.run
 where id = %(id)s::uuid and token = %(token)s::text and state in ('running', 'finishing')
 """
 
 # Purpose: the run succeeded.  Index: primary key; no payload page is touched.  Locks: the row.  Fence: named.
+# An outcome of that id can only have been made by plain SQL: it stands, here and below.
 FINISH = """
 with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
               returning *),
-unheld as (delete from {schema}.held_result h using gone where h.id = gone.id)
-insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, worker)
-select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'succeeded', worker from gone returning id
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, worker)
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'succeeded', worker from gone
+    on conflict do nothing)
+select id from gone
 """
 
 # Purpose: the body has returned, its callbacks are not out yet: keep the value.  Index: primary key.  Fence: named.
+# It cannot expire any more, or be cancelled.
 HOLD = """
-with held as (update {schema}.run set state = 'finishing' where id = %(id)s::uuid and fence = %(fence)s
+with held as (update {schema}.run set state = 'finishing', held = true, expires_at = null
+              where id = %(id)s::uuid and fence = %(fence)s
               and state in ('running', 'finishing') returning id, fence)
 insert into {schema}.held_result (id, fence, content_type, content_encoding, body)
 select id, fence, %(content_type)s::text, %(content_encoding)s::text, %(body)s::bytea from held
@@ -142,7 +152,7 @@ _ATTEMPT = """insert into {schema}.attempt (timer_id, fence, started_at, attempt
                                             error_type, error, traceback)"""
 
 # Purpose: back to waiting until the back-off is over.  Index: primary key.  Locks: the row.  Fence: named.
-# A call id of its own carries a changed message.
+# A call id of its own carries a changed message; the one before, unless it is the first, is referred to no more.
 RETRY = """
 with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = 'running' returning *),
 back as (
@@ -152,6 +162,9 @@ back as (
     from gone, lateral (select coalesce(%(due_at)s::timestamptz,
                                         {schema}.clock() + %(delay)s::float8 * interval '1 second') as at) d
     returning id, due_at, wake_at),
+superseded as (
+    delete from {schema}.call c using gone
+    where c.id = gone.call_id and c.id <> gone.id and %(call_id)s::uuid is not null),
 told as (
     {attempt}
     select g.id, g.fence, g.started_at, g.attempt, %(ending)s::text, g.worker, back.due_at, %(error_type)s::text,
@@ -166,24 +179,30 @@ with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fen
               returning *),
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
-    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'dead', %(reason)s::text, worker from gone),
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'dead', %(reason)s::text, worker from gone
+    on conflict do nothing),
 unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
 told as (
     {attempt}
     select id, fence, started_at, attempt, %(ending)s::text, worker, null, %(error_type)s::text, %(error)s::text,
-           %(traceback)s::text from gone)
-insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
-select id, call_id, attempt, %(reason)s::text, %(error_type)s::text, %(error)s::text from gone returning id
+           %(traceback)s::text from gone),
+buried as (
+    insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
+    select id, call_id, attempt, %(reason)s::text, %(error_type)s::text, %(error)s::text from gone
+    on conflict do nothing)
+select id from gone
 """.replace("{attempt}", _ATTEMPT)
 
 # Purpose: a user's revoke or Ignore ends the run.  Index: primary key.  Locks: the row.  Fence: named.
 DROP = """
 with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
               returning *),
-unheld as (delete from {schema}.held_result h using gone where h.id = gone.id)
-insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
-select id, call_id, due_at, dispatched_at, started_at, fence, attempt, %(state)s::text, %(reason)s::text, worker
-from gone returning id
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, reason, worker)
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, %(state)s::text, %(reason)s::text, worker
+    from gone on conflict do nothing)
+select id from gone
 """
 
 # Purpose: the record that a holder whose lease was replaced tried to change something.  Index: none.  Locks: none.
@@ -367,12 +386,6 @@ def new_message(executor: Executor, timer: NewTimer, call_id: UUID) -> None:
 
 def _kept(failure: Failure) -> dict[str, Any]:
     return {
-        "error_type": _clean(failure.error_type, 500) or None, "error": _clean(failure.error, 20_000) or None,
-        "traceback": None if failure.traceback is None else _clean(failure.traceback, 100_000),
+        "error_type": storable(failure.error_type, 500) or None, "error": storable(failure.error, 20_000) or None,
+        "traceback": None if failure.traceback is None else storable(failure.traceback, 100_000),
     }  # fmt: skip
-
-
-def _clean(text: str, limit: int) -> str:
-    """Text that Postgres can store: no NUL, no lone surrogate, not endless (the end says most)."""
-    text = text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\0")
-    return text if len(text) <= limit else f"[{len(text) - limit} characters left out] …{text[-limit:]}"

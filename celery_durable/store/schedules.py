@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from celery_durable.core.text import storable
 from celery_durable.errors import InvalidSchedule
 from celery_durable.store.executor import Executor, Row
 from celery_durable.store.timers import utc
@@ -43,14 +44,10 @@ class StoredSchedule:
     fault: str | None = None
 
 
-# Instants are held to what a datetime can say: a row edited by plain SQL may say `infinity`.
-_COLUMNS = """name, task, kind, text, tz, {anchor}, args::text as args, kwargs::text as kwargs, options::text as options,
-    policy::text as policy, owner, fingerprint, enabled, {cursor}, {next_at}, fired, {last_fired_at}, fault"""
-for _name in ("anchor", "cursor", "next_at", "last_fired_at"):
-    _held = (
-        f"case when {_name} is not null then least(greatest({_name}, '0002-01-01+00'), '9998-01-01+00') end as {_name}"
-    )
-    _COLUMNS = _COLUMNS.replace("{" + _name + "}", _held)
+_COLUMNS = """name, task, kind, text, tz, {schema}.readable(anchor) as anchor, args::text as args,
+    kwargs::text as kwargs, options::text as options, policy::text as policy, owner, fingerprint, enabled,
+    {schema}.readable(cursor) as cursor, {schema}.readable(next_at) as next_at, fired,
+    {schema}.readable(last_fired_at) as last_fired_at, fault"""
 
 # Purpose: the schedules with something due.  Index: schedule_next, one range.  Locks: the page's rows until the
 # occurrence's timer and the cursor commit together, skipping others': two beats cannot make one occurrence twice.
@@ -147,9 +144,12 @@ def check_name(name: object) -> None:
         raise InvalidSchedule(f"The name of {size:,} bytes is too long: at most {MAX_NAME:,}.")
 
 
-def due(executor: Executor, *, known: Sequence[str], page: int) -> list[StoredSchedule]:
-    """Lock and return schedules with a due occurrence; call it within a transaction."""
-    return [read(row) for row in executor.fetch(_sql(DUE, page), {"known": list(known)})]
+def due(executor: Executor, *, known: Sequence[str], page: int) -> Sequence[Row]:
+    """Lock and return the rows of schedules with a due occurrence; call it within a transaction.
+
+    They are left to the caller to :func:`read`, who can set a bad one aside.
+    """
+    return executor.fetch(_sql(DUE, page), {"known": list(known)})
 
 
 def next_due(executor: Executor, *, known: Sequence[str]) -> float | None:
@@ -222,8 +222,7 @@ def set_fault(executor: Executor, name: str, fault: str, *, pause: float) -> boo
     Returns:
         False when the same was written down before.
     """
-    clean = fault.replace("\x00", "\\0")[:2000].encode("utf-8", "backslashreplace").decode()
-    return bool(executor.fetch(FAULT, {"name": name, "fault": clean, "pause": pause})[0].news)
+    return bool(executor.fetch(FAULT, {"name": name, "fault": storable(fault, 2000), "pause": pause})[0].news)
 
 
 def page_of(executor: Executor, *, after: str = "", page: int = 500) -> list[StoredSchedule]:

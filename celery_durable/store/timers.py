@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from celery_durable.core.states import Answer, State
+from celery_durable.core.text import storable
 from celery_durable.store.executor import Executor, Row
 
 #: A timer due within this many seconds is announced by NOTIFY: a beat may be asleep that long.
@@ -47,6 +48,12 @@ class NewTimer:
     attempt: int = 0
     """Attempts that were made before there was a timer: of a call that was published directly."""
 
+    @property
+    def carried_key(self) -> str | None:
+        """The key in the message, where it is neither the one that the timer holds nor the timer's id."""
+        carried = self.headers.get("durable_key")
+        return None if carried in (None, self.key, str(self.id)) else storable(str(carried))
+
     def parameters(self) -> dict[str, object]:
         """As named parameters of the statements below."""
         return {
@@ -58,7 +65,7 @@ class NewTimer:
             "task_id": None if self.task_id == str(self.id) else self.task_id,
             "key": self.key, "tenant": self.tenant, "schedule": self.schedule, "nominal": self.nominal,
             "replay_of": None if self.replay_of is None else str(self.replay_of), "announced": ANNOUNCED,
-            "attempt": self.attempt,
+            "attempt": self.attempt, "carried_key": self.carried_key,
         }  # fmt: skip
 
 
@@ -86,7 +93,7 @@ class Found:
 
 
 _CALL_COLUMNS = """id, timer_id, task, leased, body, content_type, content_encoding, headers, properties,
-    exchange, routing_key, queue, task_id, key, tenant, schedule, nominal, replay_of"""
+    exchange, routing_key, queue, task_id, key, carried_key, tenant, schedule, nominal, replay_of"""
 
 _CALL_VALUES = """%(task)s::text, %(leased)s::boolean, %(body)s::bytea, %(content_type)s::text,
     %(content_encoding)s::text, %(headers)s::json, %(properties)s::json, %(exchange)s::text, %(routing_key)s::text,
@@ -104,8 +111,8 @@ _ANNOUNCE = _ANNOUNCE.replace("'{channel}'", "trim(both '\"' from '{schema}')")
 INSERT = f"""
 with new_call as (
     insert into {{schema}}.call ({_CALL_COLUMNS})
-    values (%(id)s::uuid, %(id)s::uuid, {_CALL_VALUES}, %(task_id)s::text, %(key)s::text, %(tenant)s::text,
-            %(schedule)s::text, %(nominal)s::timestamptz, %(replay_of)s::uuid)
+    values (%(id)s::uuid, %(id)s::uuid, {_CALL_VALUES}, %(task_id)s::text, %(key)s::text, %(carried_key)s::text,
+            %(tenant)s::text, %(schedule)s::text, %(nominal)s::timestamptz, %(replay_of)s::uuid)
     on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at, attempt)
@@ -143,15 +150,18 @@ select null, null, {_ANNOUNCE} from first
 """
 
 # Purpose: give the waiting timer that holds the key a new message and due time.  Index: call_key, then primary keys.
-# Locks: the timer's row.  No row back: the holder is not waiting.  The key stays with the first call row.
+# Locks: the timer's row.  No row back: the holder is not waiting, or this very replacement was made before.
+# The key stays with the first call row; the message between them is referred to by nothing any more.
 REPLACE = f"""
 with held as (
-    select t.id, c.task_id, c.tenant from {{schema}}.call c join {{schema}}.timer t on t.id = c.timer_id
-    where c.key = %(key)s::text for update of t),
+    select t.id, t.call_id, c.task_id, c.tenant from {{schema}}.call c join {{schema}}.timer t on t.id = c.timer_id
+    where c.key = %(key)s::text and not t.held for update of t),
 new_call as (
     insert into {{schema}}.call ({_CALL_COLUMNS})
-    select %(id)s::uuid, held.id, {_CALL_VALUES}, %(task_id)s::text, null, held.tenant,
-           null, null, null from held returning id)
+    select %(id)s::uuid, held.id, {_CALL_VALUES}, %(task_id)s::text, null, null, held.tenant,
+           null, null, null from held on conflict do nothing returning id),
+superseded as (
+    delete from {{schema}}.call c using held, new_call where c.id = held.call_id and c.id <> held.id)
 update {{schema}}.timer t
 set call_id = new_call.id, due_at = {_DUE}, wake_at = greatest({_DUE}, {{schema}}.clock()),
     expires_at = %(expires_at)s::timestamptz
@@ -159,11 +169,14 @@ from new_call, held where t.id = held.id
 returning t.id, t.due_at, {_ANNOUNCE}
 """
 
+#: The idempotency key, from the timer's first call `o`.
+KEY = "coalesce(o.key, o.carried_key, o.id::text)"
+
 _FOUND = """
 select c.timer_id as id, f.call_id, c.task, coalesce(c.task_id, c.timer_id::text) as task_id,
-       coalesce(o.key, c.headers->>'durable_key') as key, c.leased, c.queue,
-       c.schedule, f.state, f.due_at, f.attempt, f.expires_at, f.dispatched_at, f.started_at, f.finished_at, f.worker,
-       f.reason
+       {key} as key, c.leased, c.queue, o.schedule, f.state,
+       {schema}.readable(f.due_at) as due_at, f.attempt, {schema}.readable(f.expires_at) as expires_at,
+       f.dispatched_at, f.started_at, f.finished_at, f.worker, f.reason
 from {wanted} w
 join lateral (
     select call_id, 'waiting' as state, due_at, attempt, expires_at, null::timestamptz as dispatched_at,
@@ -177,8 +190,8 @@ join lateral (
     from {schema}.outcome where id = w.id
 ) f on true
 join {schema}.call c on c.id = f.call_id
-left join {schema}.call o on o.id = w.id
-"""
+join {schema}.call o on o.id = w.id
+""".replace("{key}", KEY)
 
 # Purpose: one timer wherever it stands.  Index: primary keys.  Locks: none.
 FIND = _FOUND.replace("{wanted}", "(select %(id)s::uuid as id)")
@@ -190,8 +203,9 @@ FIND_TASK_ID = _FOUND.replace("{wanted}", "(select distinct timer_id as id from 
 FIND_KEY = _FOUND.replace("{wanted}", "(select timer_id as id from {schema}.call where key = %(id)s)")
 
 # Purpose: cancel what waits.  Index: primary key.  Locks: waits for a claim in progress, then finds no row.
+# A body that has returned is past cancelling, here and below.
 CANCEL_WAITING = """
-with gone as (delete from {schema}.timer where id = %(id)s::uuid returning *)
+with gone as (delete from {schema}.timer where id = %(id)s::uuid and not held returning *)
 insert into {schema}.outcome (id, call_id, due_at, attempt, state, reason)
 select id, call_id, due_at, attempt, 'cancelled', %(reason)s::text from gone returning id
 """
@@ -199,8 +213,8 @@ select id, call_id, due_at, attempt, 'cancelled', %(reason)s::text from gone ret
 # Purpose: cancel a leased timer that no worker has leased.  Index: primary key.  Locks: the row.
 # Fence: none named; the state is: a worker that took the lease first is not disturbed.
 CANCEL_IN_MOTION = """
-with gone as (delete from {schema}.run where id = %(id)s::uuid and leased and state in ('claimed', 'dispatched')
-              returning *)
+with gone as (delete from {schema}.run where id = %(id)s::uuid and leased and not held
+              and state in ('claimed', 'dispatched') returning *)
 insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state, reason)
 select id, call_id, due_at, dispatched_at, fence, attempt, 'cancelled', %(reason)s::text from gone returning id
 """
@@ -208,13 +222,13 @@ select id, call_id, due_at, dispatched_at, fence, attempt, 'cancelled', %(reason
 # Purpose: move what waits.  Index: primary key.  Locks: as CANCEL_WAITING.
 MOVE_WAITING = f"""
 update {{schema}}.timer set due_at = {_DUE}, wake_at = greatest({_DUE}, {{schema}}.clock())
-where id = %(id)s::uuid returning id, due_at, {_ANNOUNCE}
+where id = %(id)s::uuid and not held returning id, due_at, {_ANNOUNCE}
 """
 
 # Purpose: put a leased timer that no worker has leased back to waiting.  Index, locks, fence: as CANCEL_IN_MOTION.
 MOVE_IN_MOTION = f"""
-with gone as (delete from {{schema}}.run where id = %(id)s::uuid and leased and state in ('claimed', 'dispatched')
-              returning *),
+with gone as (delete from {{schema}}.run where id = %(id)s::uuid and leased and not held
+              and state in ('claimed', 'dispatched') returning *),
 back as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard)
     select id, call_id, {_DUE}, greatest({_DUE}, {{schema}}.clock()), expires_at, attempt, lost, shard from gone

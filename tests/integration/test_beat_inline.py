@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
 from celery import Celery
 
 from celery_durable import apply_at, apply_many, dead_letters, get_timer
-from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing
+from celery_durable.messages.delivery import BrokerUnavailable, Outcome
 from celery_durable.store import claims
 from celery_durable.store.database import Database
-from tests.beats import inline_beat, make_app, rows, states
+from tests.beats import Scripted, inline_beat, make_app, rows, states
 
 NOW = timedelta(0)
-
-
-class Scripted:
-    """A publisher that answers as told, and confirms when nothing is left to tell."""
-
-    def __init__(self, *answers: Outcome | BrokerUnavailable | Callable[[], None]) -> None:
-        self._answers = list(answers)
-        self.pages: list[list[UUID]] = []
-
-    def publish(self, outgoing: Sequence[Outgoing]) -> list[Delivery]:
-        self.pages.append([UUID(str(each.timer_id)) for each in outgoing])
-        answer = self._answers.pop(0) if self._answers else Outcome.CONFIRMED
-        if isinstance(answer, BrokerUnavailable):
-            raise answer
-        if not isinstance(answer, Outcome):
-            answer()
-            answer = Outcome.CONFIRMED
-        return [Delivery(each.timer_id, answer, "as told") for each in outgoing]
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
 
 
 @pytest.fixture

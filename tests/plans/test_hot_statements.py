@@ -126,7 +126,9 @@ def test_sweeps_leave_waiting_timers_alone(database: Database, analyzed: bool) -
     ids = [f"c4ca4238-a0b9-2382-0dcc-509a6f7584{each:02x}" for each in range(50)]
     retention, times = {"retention": 3600.0}, {"timeout": 8.0}
     statements: list[tuple[str, dict[str, object]]] = [
-        (history.OLD.replace("{page}", "500"), {**retention}),
+        (history.OLD.replace("{page}", "500"), {**retention, "at": "-infinity", "id": ids[0]}),
+        (history.LEFT_OVER.replace("{page}", "500"), {**retention, "after": 0}),
+        (history.OLD_NOTES.replace("{page}", "500"), {**retention}),
         (history.FORGET, {"ids": ids}),
         (expiry.STALE_RENEWALS.replace("{page}", "500"), {}),
         (expiry.LOST, {"ids": ids, "announced": 7.0}),

@@ -58,8 +58,9 @@ def upgrade(database: Database, *, app_name: str | None = None) -> str:
     """
     config = config_for(database)
     with translated(), create_engine(database.url, poolclass=NullPool).connect() as connection:
+        # Of the transaction, not the session: a pooler may give each transaction another session.
         connection.exec_driver_sql(
-            "select pg_advisory_lock(hashtext(%(name)s))", {"name": f"migrate {database.schema}"}
+            "select pg_advisory_xact_lock(hashtext(%(name)s))", {"name": f"migrate {database.schema}"}
         )
         refuse(database, current(database), app_name=app_name)
         config.attributes["connection"] = connection

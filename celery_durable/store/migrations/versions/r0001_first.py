@@ -18,6 +18,12 @@ create function clock() returns timestamptz language sql stable parallel safe
     as 'select pg_catalog.clock_timestamp()'
 """
 
+READABLE = """
+-- Held to what a Python datetime can say: a row written by plain SQL may say infinity, or the year 200000.
+create function readable(timestamptz) returns timestamptz language sql immutable parallel safe
+    as 'select case when $1 is not null then least(greatest($1, ''0002-01-01+00''), ''9998-01-01+00'') end'
+"""
+
 # Fences never repeat and only rise: no CACHE, and never reset.
 FENCE = "create sequence fence"
 
@@ -27,12 +33,13 @@ CALL = """
 create table call (
     id uuid primary key,
     timer_id uuid not null,            -- equal to id, but for a message that replaced the first one
-    created_at timestamptz not null default clock_timestamp(),
+    created_at timestamptz not null default clock(),
     nominal timestamptz,
     leased boolean not null,
     task text not null,
     task_id text,                      -- null: the timer's id, so that only a chosen one costs an index entry
-    key text,
+    key text,                          -- the one that this timer holds
+    carried_key text,                  -- one that it only carries, of a timer before it: replays, retries of direct calls
     queue text,
     exchange text not null,
     routing_key text not null,
@@ -56,7 +63,8 @@ create table timer (
     expires_at timestamptz,
     attempt integer not null default 0,
     lost integer not null default 0,
-    shard smallint not null default 0
+    shard smallint not null default 0,
+    held boolean not null default false -- the body has returned: its value is in held_result, only callbacks are due
 ) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.2)
 """
 
@@ -78,6 +86,7 @@ create table run (
     retry_in double precision,         -- seconds to wait should this run be lost
     shard smallint not null,
     leased boolean not null,
+    held boolean not null default false,
     state text not null,               -- in a WHERE, never in an index
     token text,
     worker text
@@ -106,7 +115,7 @@ OUTCOME = """
 create table outcome (
     id uuid primary key,
     call_id uuid not null,
-    finished_at timestamptz not null default clock_timestamp(),
+    finished_at timestamptz not null default clock(),
     due_at timestamptz,
     dispatched_at timestamptz,
     started_at timestamptz,
@@ -122,7 +131,7 @@ DEAD = """
 create table dead (
     id uuid primary key,
     call_id uuid not null,
-    died_at timestamptz not null default clock_timestamp(),
+    died_at timestamptz not null default clock(),
     attempt integer not null,
     reason text not null,
     error_type text,
@@ -138,7 +147,7 @@ create table attempt (
     timer_id uuid not null,
     fence bigint not null,
     started_at timestamptz,
-    ended_at timestamptz not null default clock_timestamp(),
+    ended_at timestamptz not null default clock(),
     next_due_at timestamptz,
     attempt integer not null,
     ending text not null,              -- failed, retried, lost, refused, held
@@ -169,8 +178,8 @@ create table schedule (
     fired bigint not null default 0,
     last_fired_at timestamptz,
     fault text,                        -- why it cannot be loaded
-    created_at timestamptz not null default clock_timestamp(),
-    updated_at timestamptz not null default clock_timestamp()
+    created_at timestamptz not null default clock(),
+    updated_at timestamptz not null default clock()
 )
 """
 
@@ -178,7 +187,7 @@ OCCURRENCE = """
 create table occurrence (
     schedule text not null,
     nominal timestamptz not null,
-    noted_at timestamptz not null default clock_timestamp(),
+    noted_at timestamptz not null default clock(),
     reason text not null,
     primary key (schedule, nominal)
 )
@@ -190,8 +199,8 @@ create table beat (
     node text not null,
     pid integer not null,
     version text not null,
-    started_at timestamptz not null default clock_timestamp(),
-    seen_at timestamptz not null default clock_timestamp(),
+    started_at timestamptz not null default clock(),
+    seen_at timestamptz not null default clock(),
     dispatched bigint not null default 0
 )
 """
@@ -203,6 +212,7 @@ INDEXES = (
     "create index timer_wake on timer (shard, wake_at)",
     "create index outcome_finished on outcome (finished_at)",
     "create index attempt_timer on attempt (timer_id)",
+    "create index occurrence_noted on occurrence (noted_at)",
     "create index schedule_next on schedule (next_at) where enabled",
 )
 
@@ -215,7 +225,7 @@ SEED = """insert into meta (name, value) values ('schema_major', '1'), ('shards'
 
 def upgrade() -> None:
     """Create everything."""
-    for statement in (CLOCK, FENCE, *TABLES, *INDEXES, SEED):
+    for statement in (CLOCK, READABLE, FENCE, *TABLES, *INDEXES, SEED):
         op.execute(statement)
 
 
@@ -225,3 +235,4 @@ def downgrade() -> None:
         op.execute("drop table " + statement.split()[2])
     op.execute("drop sequence fence")
     op.execute("drop function clock()")
+    op.execute("drop function readable(timestamptz)")
