@@ -84,10 +84,11 @@ class Published:
 def make_app(database_url: str, broker_url: str, **settings: Any) -> Celery:
     """An app of this process with a migrated database."""
     app = Celery("beating", broker=broker_url, set_as_current=False)
-    app.conf.update(
-        durable_database_url=database_url, durable_claim_timeout=2, durable_publish_timeout=1,
-        durable_sweep_interval=0.1, durable_poll_interval=0.2, result_expires=None, **settings,
-    )  # fmt: skip
+    fast: dict[str, Any] = {
+        "durable_claim_timeout": 2, "durable_publish_timeout": 1, "durable_sweep_interval": 0.1,
+        "durable_poll_interval": 0.2, "result_expires": None,
+    }  # fmt: skip
+    app.conf.update({"durable_database_url": database_url, **fast, **settings})
 
     @app.task(name="beating.plain", shared=False)
     def plain(number: int = 0) -> int:

@@ -164,8 +164,8 @@ class Loop:
         self._occurrences.turn()
         until = jittered(self._settings.poll_interval, random)
         try:
-            with end_held_back():
-                self._sweeper.turn()
+            with end_held_back() as ending:
+                self._sweeper.turn(ending)
             if self._broker.remaining(time.monotonic()):
                 until = min(until, self._broker.remaining(time.monotonic()))
             else:

@@ -8,6 +8,7 @@ waits long; when all has been seen, the next round begins after
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -40,6 +41,8 @@ ALIVE = 4.0
 SHARE = 5
 #: Seconds after which the pruning looks again at what it has passed by.
 PRUNE_ANEW = 600.0
+#: Least seconds between two errors about the same sweep.
+QUIET = 60.0
 
 
 class Sweeper:
@@ -61,6 +64,7 @@ class Sweeper:
         self._pruned = history.Position()
         self._prune_anew_at = float("-inf")
         self._more_to_prune = False
+        self._said_at: dict[str, float] = {}
         self._next_at = float("-inf")
         self._alive_at = float("-inf")
         self.beat_id = new_id()
@@ -74,8 +78,11 @@ class Sweeper:
         self._next_at = float("-inf")
         self._prune_anew_at = float("-inf")
 
-    def turn(self) -> None:
+    def turn(self, ending: Sequence[int] = ()) -> None:
         """Do a slice if it is time.
+
+        Arguments:
+            ending: leave the rest of the slice when this is no longer empty.
 
         Raises:
             DatabaseUnavailable: Postgres is away.
@@ -86,10 +93,12 @@ class Sweeper:
             return
         # Should anything below raise, the next slice comes no sooner.
         self._next_at = started + jittered(self._settings.sweep_interval, random)
-        broker_error = self._look()
-        self._try("renewals", lambda executor: expiry.clear_renewals(executor, page=self._settings.page))
-        self._prune()
-        if started >= self._alive_at:
+        broker_error = self._look(ending)
+        if not ending:
+            self._try("renewals", lambda executor: expiry.clear_renewals(executor, page=self._settings.page))
+        if not ending:
+            self._prune()
+        if started >= self._alive_at and not ending:
             self._alive_at = started + ALIVE
             self._try("signs of life", self._say_alive)
         ended = time.monotonic()
@@ -98,28 +107,30 @@ class Sweeper:
         if broker_error is not None:
             raise broker_error
 
-    def _look(self) -> BrokerUnavailable | None:
+    def _look(self, ending: Sequence[int]) -> BrokerUnavailable | None:
         page, grace = self._settings.page, self._settings.undelivered_grace
         found = self._try("runs", lambda executor: expiry.look(executor, after=self._after, page=page, grace=grace))
         if found is None:
             return None
-        if found.silent:
-            self._each("lost runs", found.silent, self._settle_lost)
-        if found.expired:
-            self._each("expired timers", found.expired, expiry.settle_expired)
-        if found.unwanted:
-            self._each("unwanted timers", found.unwanted, self._settle_unwanted)
+        kinds: tuple[tuple[str, Sequence[UUID], Callable[..., object]], ...] = (
+            ("lost runs", found.silent, self._settle_lost),
+            ("expired timers", found.expired, expiry.settle_expired),
+            ("unwanted timers", found.unwanted, self._settle_unwanted),
+        )
+        for what, ids, settle in kinds:
+            if ids and not ending:
+                self._each(what, ids, settle, ending)
         error = None
         # Claims of a dead beat are late already; what workers leave lying may be many, and only probably lost.
         for ids in (found.unmarked, found.untaken):
-            if not ids or error is not None or self._outage.remaining(time.monotonic()):
+            if not ids or ending or error is not None or self._outage.remaining(time.monotonic()):
                 continue
             try:
                 self._dispatcher.again(ids)
             except BrokerUnavailable as exc:
                 error = exc
             except psycopg.Error as exc:
-                logger.error("Sweep of forgotten timers failed, the next one tries again: %s", exc)
+                self._say_failed("forgotten timers", exc)
         self._after = found.last or expiry.FIRST
         return error
 
@@ -162,14 +173,27 @@ class Sweeper:
         try:
             return self._link.run(operation)
         except psycopg.Error as exc:
-            logger.error("Sweep of %s failed, the next one tries again: %s", what, exc)
+            self._say_failed(what, exc)
             return None
 
-    def _each(self, what: str, ids: Sequence[UUID], settle: Callable[..., object]) -> None:
+    def _say_failed(self, what: str, exc: psycopg.Error) -> None:
+        now = time.monotonic()
+        quiet = now < self._said_at.get(what, float("-inf")) + QUIET
+        if not quiet:
+            self._said_at[what] = now
+        logger.log(
+            logging.DEBUG if quiet else logging.ERROR, "Sweep of %s failed, the next one tries again: %s", what, exc
+        )
+
+    def _each(self, what: str, ids: Sequence[UUID], settle: Callable[..., object], ending: Sequence[int]) -> None:
         """Settle a page at once; if that fails one by one, so that one bad row does not keep the others."""
         try:
             self._link.run(partial(settle, ids=ids))
+        except psycopg.OperationalError as exc:
+            self._say_failed(what, exc)  # a lock or a limit: no row's fault
         except psycopg.Error as exc:
-            logger.error("Sweep of %d %s failed, trying each alone: %s", len(ids), what, exc)
+            self._say_failed(what, exc)
             for each in ids:
-                self._try(f"{what}: {each}", partial(settle, ids=[each]))
+                if ending:
+                    return
+                self._try(f"{what} one by one", partial(settle, ids=[each]))

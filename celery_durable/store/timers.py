@@ -219,9 +219,12 @@ insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt
 select id, call_id, due_at, dispatched_at, fence, attempt, 'cancelled', %(reason)s::text from gone returning id
 """
 
+# A move into the past makes it due now: nobody was late before.
+_MOVED = f"greatest({_DUE}, {{schema}}.clock())"
+
 # Purpose: move what waits.  Index: primary key.  Locks: as CANCEL_WAITING.
 MOVE_WAITING = f"""
-update {{schema}}.timer set due_at = {_DUE}, wake_at = greatest({_DUE}, {{schema}}.clock())
+update {{schema}}.timer set due_at = {_MOVED}, wake_at = {_MOVED}
 where id = %(id)s::uuid and not held returning id, due_at, {_ANNOUNCE}
 """
 
@@ -231,7 +234,7 @@ with gone as (delete from {{schema}}.run where id = %(id)s::uuid and leased and 
               and state in ('claimed', 'dispatched') returning *),
 back as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard)
-    select id, call_id, {_DUE}, greatest({_DUE}, {{schema}}.clock()), expires_at, attempt, lost, shard from gone
+    select id, call_id, {_MOVED}, {_MOVED}, expires_at, attempt, lost, shard from gone
     returning id, due_at, wake_at)
 select id, due_at, {_ANNOUNCE} from back
 """

@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_durable import apply_at, apply_many, dead_letters, get_timer
+from celery_durable import apply_at, apply_many, cancel, dead_letters, get_timer, schedules
+from celery_durable.errors import SchemaMismatch
 from celery_durable.messages.delivery import BrokerUnavailable, Outcome
 from celery_durable.store import claims
 from celery_durable.store.database import Database
 from tests.beats import Scripted, inline_beat, make_app, rows, states
+from tests.servers.waiting import eventually
 
 NOW = timedelta(0)
 
@@ -297,3 +299,119 @@ def test_a_row_made_twice_stops_no_page(local: Celery) -> None:
         )
         fresh.reschedule(NOW)
         beat.until(lambda: states(local) == {"sent": 2})
+
+
+@pytest.mark.parametrize("settings", [{"durable_publish_timeout": 0.5}])
+def test_a_lock_on_a_table_holds_a_beat_up_for_a_bounded_time(local: Celery) -> None:
+    """Somebody's ALTER TABLE: no statement waits for it longer than a page may take to publish, and nothing is lost."""
+    made = apply_many("beating.plain", [(NOW, (each,)) for each in range(3)], app=local)
+    connection = Database.of(local).connect("alter")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.loop.turn(0)  # connected
+        with connection.transaction():
+            connection.execute("lock table celery_durable.run, celery_durable.renewal, celery_durable.outcome")
+            started = time.monotonic()
+            later = apply_at("beating.plain", NOW, app=local)
+            for _ in range(3):
+                beat.turn()
+            # A dozen statements of sweeps and dispatching, each of which gave up.
+            assert time.monotonic() - started < 15
+        beat.until(sent(local, 4))
+    assert {each.state for each in (*made, later)} == {"sent"}
+    connection.close()
+
+
+def test_a_locked_run_does_not_keep_its_page_from_being_marked(local: Celery) -> None:
+    """A cancel in an open transaction: the neighbours are marked at once; rolled back, it is dispatched again."""
+    made = apply_many("elsewhere.durable", [(NOW, (each,)) for each in range(3)], durable=True, app=local)
+    connection = Database.of(local).connect("holder")
+
+    def hold() -> None:
+        connection.execute("begin")
+        assert cancel(made[1].id, connection=connection, app=local) == "cancelled"
+
+    publisher = Scripted(hold)
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(lambda: states(local) == {"dispatched": 2, "claimed": 1})
+        connection.execute("rollback")
+        beat.until(lambda: states(local) == {"dispatched": 3})
+    assert [len(page) for page in publisher.pages] == [3, 1]
+    connection.close()
+
+
+def test_a_locked_schedule_makes_no_beat_spin(local: Celery) -> None:
+    schedules.upsert("often", task="beating.plain", when=timedelta(hours=1), app=local)
+    rows(
+        local,
+        "update {schema}.schedule set next_at = {schema}.clock(), cursor = {schema}.clock() - interval '1 h' returning name",
+    )
+    connection = Database.of(local).connect("holder")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        with connection.transaction():
+            connection.execute("select from celery_durable.schedule for update")
+            looks, until = 0, time.monotonic() + 2
+            while time.monotonic() < until:
+                beat.loop.turn(5.0)
+                looks += 1
+            assert states(local) == {} and looks < 60
+        beat.until(sent(local))
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"durable_page": 5, "durable_redispatch_after": 0.2, "durable_redispatch_max": 0.2}]
+)
+def test_claims_of_a_dead_beat_come_before_messages_that_workers_leave_lying(local: Celery) -> None:
+    many = apply_many("elsewhere.durable", [(NOW, (each,)) for each in range(40)], durable=True, app=local)
+    publisher = Scripted()
+    with inline_beat(local, publisher=publisher) as beat:
+        beat.until(lambda: states(local) == {"dispatched": 40})
+        one = apply_at("beating.plain", NOW, app=local)
+        Database.of(local).run(
+            lambda executor: claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=5, timeout=0.001)
+        )
+        eventually(
+            lambda: rows(
+                local, "select 1 from {schema}.run having bool_and(deadline < {schema}.clock()) and count(*) = 41"
+            ),
+            message="all of them are overdue",
+        )
+        publisher.pages.clear()
+        beat.turn()
+        assert one.state == "sent"
+        assert publisher.pages[0] == [one.id]
+    assert len(many) == 40
+
+
+def test_tables_that_vanish_are_looked_for_with_pauses(local: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """Half a schema, whatever made it: said once, no busy loop, and work goes on when it is whole again."""
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.turn()
+        rows(local, "alter table {schema}.run rename to away")
+        looks, until = 0, time.monotonic() + 2
+        while time.monotonic() < until:
+            beat.loop.turn(5.0)
+            looks += 1
+        assert looks < 20
+        assert caplog.text.count("The tables have changed") == 1
+        rows(local, "alter table {schema}.away rename to run")
+        timer = apply_at("beating.plain", NOW, app=local)
+        beat.until(lambda: timer.state == "sent", timeout=20)
+
+
+def test_an_older_revision_of_the_schema_ends_the_beat_with_the_command_that_mends_it(local: Celery) -> None:
+    rows(local, "update {schema}.alembic_version set version_num = '0000'")
+    with inline_beat(local, publisher=Scripted()) as beat, pytest.raises(SchemaMismatch, match="durable migrate"):
+        beat.turn()
+    rows(local, "update {schema}.alembic_version set version_num = '9999'")
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.turn()  # newer, of the same major version: it only adds
+
+
+def test_a_timer_moved_into_the_past_was_not_late_before(local: Celery) -> None:
+    timer = apply_at("beating.plain", 3600, app=local)
+    assert timer.reschedule(datetime.now(timezone.utc) - timedelta(days=1)) == "rescheduled"
+    with inline_beat(local, publisher=Scripted()) as beat:
+        beat.until(sent(local))
+    late = rows(local, "select extract(epoch from dispatched_at - due_at)::float8 as late from {schema}.outcome")
+    assert 0 <= late[0].late < 60

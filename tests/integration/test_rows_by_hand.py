@@ -112,7 +112,11 @@ def test_an_outcome_made_by_hand_does_not_keep_a_run_from_ending(local: Celery) 
         beat.until(lambda: timer.state == "dispatched")
     taken = lease(local, timer.id)
     assert isinstance(taken, runs.Lease)
-    rows(local, "insert into {schema}.outcome (id, call_id, attempt, state) select id, call_id, 1, 'sent' from {schema}.run returning id")  # fmt: skip
+    rows(
+        local,
+        "insert into {schema}.outcome (id, call_id, attempt, state) "
+        "select id, call_id, 1, 'sent' from {schema}.run returning id",
+    )
     assert Database.of(local).run(lambda executor: runs.finish(executor, timer.id, taken.fence))
     assert states(local) == {"sent": 1}
 
@@ -202,9 +206,14 @@ def test_a_message_replaced_while_its_timer_is_claimed_is_dispatched(local: Cele
     eventually(lambda: gate.execute(waiting).fetchone() == (1,), message="the claim has its snapshot")
     with gate.transaction():
         # As a replacement does it, without asking for the time.
-        gate.execute("insert into celery_durable.call select (jsonb_populate_record(c, jsonb_build_object('id', "
-                     "gen_random_uuid(), 'key', null))).* from celery_durable.call c where id = %s", (timer.id,))  # fmt: skip
-        gate.execute("update celery_durable.timer set call_id = (select id from celery_durable.call where id <> %s)", (timer.id,))  # fmt: skip
+        gate.execute(
+            "insert into celery_durable.call select (jsonb_populate_record(c, jsonb_build_object("
+            "'id', gen_random_uuid(), 'key', null))).* from celery_durable.call c where id = %s",
+            (timer.id,),
+        )
+        gate.execute(
+            "update celery_durable.timer set call_id = (select id from celery_durable.call where id <> %s)", (timer.id,)
+        )
     gate.execute("select pg_advisory_unlock(7)")
     claiming.join()
     [(found, seen)] = claimed
