@@ -64,7 +64,7 @@ def replay(identity: UUID | str, *, when: When = _NOW, app: Celery | None = None
         The new timer; the dead letter is linked to it.
 
     Raises:
-        InvalidTimer: there is no such dead letter.
+        InvalidTimer: there is no such dead letter, or what is stored of it is no message.
         KeyConflict: it has been replayed already; names the timer that did.
     """
     app = app or present_app()
@@ -106,7 +106,7 @@ def discard(identity: UUID | str, *, app: Celery | None = None) -> bool:
 
 def _renewed(row: Row, timer_id: UUID, due_at: datetime | None, delay: float | None) -> timers.NewTimer:
     """The stored message under a new identity; the idempotency key goes with it, its old `expires` does not."""
-    headers: dict[str, Any] = json.loads(row.headers)
+    headers, properties = _object(row, "headers"), _object(row, "properties")
     old_id, new = headers.get("id"), str(timer_id)
     headers |= {
         "id": new, "durable_timer": new, "durable_call": new, "durable_key": row.key or str(row.id), "expires": None,
@@ -116,9 +116,21 @@ def _renewed(row: Row, timer_id: UUID, due_at: datetime | None, delay: float | N
     return timers.NewTimer(
         id=timer_id, task=row.task, leased=row.leased, body=bytes(row.body), content_type=row.content_type,
         content_encoding=row.content_encoding, headers=headers,
-        properties={**json.loads(row.properties), "correlation_id": new}, exchange=row.exchange,
+        properties={**properties, "correlation_id": new}, exchange=row.exchange,
         routing_key=row.routing_key, queue=row.queue, due_at=due_at, delay=delay, tenant=row.tenant, replay_of=row.id,
     )  # fmt: skip
+
+
+def _object(row: Row, column: str) -> dict[str, Any]:
+    try:
+        found = json.loads(getattr(row, column))
+    except (ValueError, RecursionError) as exc:
+        raise InvalidTimer(f"{row.id} holds no message: its {column} cannot be read ({exc}).") from exc
+    if not isinstance(found, dict):
+        raise InvalidTimer(
+            f"{row.id} holds no message: its {column} are no JSON object. Mend the row in call, or discard it."
+        )
+    return found
 
 
 def _id(executor: Executor, identity: UUID | str) -> UUID | None:
