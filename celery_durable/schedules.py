@@ -12,28 +12,35 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, timezone, tzinfo
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from celery.app.task import Task
 
 from celery_durable import calls
+from celery_durable.backfill import Backfill, backfill
 from celery_durable.core.catchup import Policy, first
-from celery_durable.core.identity import new_id
 from celery_durable.errors import InvalidSchedule
-from celery_durable.occurrence import timer_of
-from celery_durable.recurrence import Every, Recurrence, Spec, from_spec, to_spec
+from celery_durable.occurrence import check_overlap
+from celery_durable.recurrence import Every, Spec, from_spec, to_spec
+from celery_durable.schedule import Schedule, database_of, recurrence_of
+from celery_durable.schedule_control import pause, resume, trigger
 from celery_durable.store import schedules as store
 from celery_durable.store import timers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor
-from celery_durable.store.schedules import CODE_KIND, StoredSchedule
-from celery_durable.timer import Timer
+from celery_durable.store.schedules import StoredSchedule
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from celery_durable.recurrence import When
+
+__all__ = [
+    "Backfill", "Occurrence", "Schedule", "backfill", "delete", "get", "history", "list", "next_times", "pause",
+    "resume", "trigger", "upsert",
+]  # fmt: skip
 
 OWNER = "api"
 
@@ -41,37 +48,10 @@ OWNER = "api"
 MOST_TIMES = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """One schedule as it stood when it was read."""
-
-    name: str
-    task: str
-    when: str
-    """Cron text, interval in seconds, or what its kind says."""
-    kind: str
-    """``cron``, ``crontab``, ``interval``, ``solar``; ``code``: only the program knows."""
-    tz: str | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    options: dict[str, Any]
-    policy: dict[str, Any]
-    """What differs from the defaults: catchup, deadline, start, end, max_runs, jitter, durable."""
-    owner: str
-    """``api``, or ``code`` for an entry of ``beat_schedule``."""
-    enabled: bool
-    next_at: datetime | None
-    """When the next occurrence runs; None: never again."""
-    fired: int
-    last_fired_at: datetime | None
-    fault: str | None
-    """Why it cannot come due."""
-
-
 def upsert(
     name: str, *, task: str | Task[..., Any], when: When, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
     tz: str | tzinfo | None = None, options: Mapping[str, Any] | None = None, catchup: str = "latest",
-    deadline: float | timedelta | None = None, start: datetime | None = None, end: datetime | None = None,
+    deadline: float | timedelta | None = None, overlap: str = "allow", start: datetime | None = None, end: datetime | None = None,
     max_runs: int | None = None, jitter: float | timedelta = 0.0, durable: bool | None = None, enabled: bool = True,
     connection: Any = None, app: Celery | None = None,
 ) -> Schedule:  # fmt: skip
@@ -92,6 +72,8 @@ def upsert(
         catchup: of the occurrences missed while no beat ran, run the ``latest``, ``all`` (at most
             1,000) or ``none``.
         deadline: an occurrence later than that many seconds is not run.
+        overlap: while the run before goes on, retries among it: ``allow`` another beside it, ``skip``
+            the occurrence, or ``queue`` it (one waits, later ones do not run).  Needs a DurableTask.
         start: no occurrence before it.
         end: no occurrence after it.
         max_runs: ends after that many runs.
@@ -117,8 +99,16 @@ def upsert(
             "or put it into beat_schedule, where the object itself stays in the process."
         )
     policy = _policy(
-        catchup=catchup, deadline=deadline, start=start, end=end, max_runs=max_runs, jitter=jitter, durable=durable
+        catchup=catchup,
+        deadline=deadline,
+        overlap=overlap,
+        start=start,
+        end=end,
+        max_runs=max_runs,
+        jitter=jitter,
+        durable=durable,
     )
+    check_overlap(app, task_name, policy)
     wanted = _Wanted(
         name=name, task=task_name, spec=spec, anchored=isinstance(when, Every), policy=policy, enabled=enabled,
         args=_json("args", builtins.list(args)), kwargs=_json("kwargs", dict(kwargs or {})),
@@ -137,21 +127,73 @@ def upsert(
 
 def get(name: str, *, app: Celery | None = None) -> Schedule | None:
     """The schedule of that name, or None."""
-    found = _database(app).run(lambda executor: store.get(executor, name))
-    return None if found is None else _handle(found)
+    found = database_of(app).run(lambda executor: store.get(executor, name))
+    return None if found is None else Schedule.of(found)
 
 
-def list(*, after: str = "", limit: int = 1000, app: Celery | None = None) -> builtins.list[Schedule]:
+def list(
+    *, after: str = "", limit: int = 1000, prefix: str = "", task: str | None = None, owner: str | None = None,
+    paused: bool | None = None, app: Celery | None = None,
+) -> builtins.list[Schedule]:  # fmt: skip
     """Schedules in the order of their names.
 
     Arguments:
         after: begin with the first name after this one.
         limit: most to return.
+        prefix: only names that begin so.
+        task: only those of this task.
+        owner: only those of ``api`` or ``code``.
+        paused: only those that are paused, or that are not.
         app: the app; the current one unless given.
     """
+    found = database_of(app).run(
+        lambda executor: store.page_of(
+            executor, after=after, page=limit, prefix=prefix, task=task, owner=owner, paused=paused
+        )
+    )
+    return [Schedule.of(each) for each in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occurrence:
+    """One occurrence of a schedule, as the history has it."""
+
+    nominal: datetime
+    """Its instant in the schedule; of a trigger, when it was triggered."""
+    reason: str
+    """Why it ran: ``schedule``, ``catchup``, ``trigger``, ``backfill``; or why it did not: ``missed``, ``deadline``,
+    ``paused``, ``overlap``, ``max_runs``; ``queued`` or ``backfill`` without a timer: it waits for the run before."""
+    timer_id: UUID | None
+    """None: it did not run, or not yet."""
+    state: str | None
+    """Of its timer."""
+    due_at: datetime | None
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+def history(
+    name: str, n: int = 50, *, before: datetime | None = None, app: Celery | None = None
+) -> builtins.list[Occurrence]:
+    """The newest `n` occurrences, those that did not run among them, newest first; kept for ``durable_retention``.
+
+    Arguments:
+        name: the schedule's.
+        n: most to return.
+        before: only those before this aware instant: where a page ended.
+        app: the app; the current one unless given.
+    """
+    if before is not None and before.utcoffset() is None:
+        raise InvalidSchedule(f"before = {before!r} must be an aware datetime.")
+    rows = database_of(app).run(lambda executor: store.history(executor, name, before=before, page=n))
     return [
-        _handle(each) for each in _database(app).run(lambda executor: store.page_of(executor, after=after, page=limit))
-    ]
+        Occurrence(
+            nominal=row.nominal.astimezone(timezone.utc), reason=row.reason,
+            timer_id=None if row.id is None else UUID(str(row.id)), state=row.state, due_at=timers.utc(row.due_at),
+            started_at=timers.utc(row.started_at), finished_at=timers.utc(row.finished_at),
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def delete(name: str, *, connection: Any = None, app: Celery | None = None) -> bool:
@@ -171,16 +213,16 @@ def delete(name: str, *, connection: Any = None, app: Celery | None = None) -> b
                 raise InvalidSchedule(f"Schedule {name!r} belongs to beat_schedule. Remove it there.")
             return store.delete(executor, name)
 
-    return _database(app).perform(remove, connection)
+    return database_of(app).perform(remove, connection)
 
 
 def next_times(name: str, n: int = 5, *, app: Celery | None = None) -> builtins.list[datetime]:
-    """The next `n` times at which the schedule runs, at most 1,000; fewer if it ends.
+    """The next `n` times at which the schedule runs, at most 1,000; fewer if it ends, none while it is paused.
 
     Raises:
         InvalidSchedule: there is none of that name, or only its program can tell.
     """
-    database = _database(app)
+    database = database_of(app)
 
     def read(executor: Executor) -> tuple[StoredSchedule | None, datetime]:
         return store.get(executor, name), store.now(executor)
@@ -188,48 +230,16 @@ def next_times(name: str, n: int = 5, *, app: Celery | None = None) -> builtins.
     stored, now = database.run(read)
     if stored is None:
         raise InvalidSchedule(f"There is no schedule {name!r}.")
-    if stored.kind == CODE_KIND:
-        raise InvalidSchedule(f"Only the program of schedule {name!r} can tell when it comes due: {stored.text}.")
-    policy = Policy.of(stored.policy)
-    recurrence, delay = _recurrence(stored), policy.delay(name)
+    recurrence, policy = recurrence_of(stored), Policy.of(stored.policy)
+    delay = policy.delay(name)
     left = MOST_TIMES if policy.max_runs is None else max(policy.max_runs - stored.fired, 0)
     times: builtins.list[datetime] = []
     at: datetime | None = max(stored.cursor, now - delay)
     while at is not None and stored.enabled and len(times) < min(n, left, MOST_TIMES):
-        at = first(recurrence, policy, at)
+        at = first(recurrence, policy, at, stored.pause)
         if at is not None:
             times.append(at + delay)
     return times
-
-
-def trigger(name: str, *, app: Celery | None = None) -> Timer:
-    """Run a schedule's task once, now, whatever its own times; they are not changed by it.
-
-    Raises:
-        InvalidSchedule: there is none of that name, or only its program has its arguments.
-    """
-    app = app or calls.present_app()
-    database = Database.of(app)
-    timer_id = new_id()
-
-    def store_timer(executor: Executor) -> Timer:
-        stored = store.get(executor, name)
-        if stored is None:
-            raise InvalidSchedule(f"There is no schedule {name!r}.")
-        if stored.kind == CODE_KIND:
-            raise InvalidSchedule(f"Only the program of schedule {name!r} has what it calls. Use apply_at there.")
-        now = store.now(executor)
-        timer = timer_of(
-            app, name, task=stored.task, args=stored.args, kwargs=stored.kwargs, options=stored.options,
-            durable=Policy.of(stored.policy).durable, nominal=now, due_at=now, missed=0, reason="trigger",
-            max_payload=database.settings.max_payload, timer_id=timer_id,
-        )  # fmt: skip
-        # Nothing is stored where the connection broke after a first try had committed.
-        due_at = timers.insert(executor, timer) or timer.due_at
-        task_id, key = timer.task_id or str(timer.id), timer.key or str(timer.id)
-        return Timer(app, id=timer.id, task=timer.task, task_id=task_id, key=key, due_at=due_at, created=True)
-
-    return database.run(store_timer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,28 +272,32 @@ class _Wanted:
         spec = self.spec
         if spec.kind == "interval" and not self.anchored:
             spec = Spec(spec.kind, spec.text, spec.tz, anchor)
-        nominal = first(from_spec(spec), self.policy, cursor)
+        recurrence = from_spec(spec)
+        nominal = first(recurrence, self.policy, cursor)
         if nominal is None:
             raise InvalidSchedule(f"Schedule {self.name!r} never comes due after {cursor}: check when, start and end.")
+        try:
+            self.policy.check_jitter(recurrence, cursor)
+        except ValueError as exc:
+            raise InvalidSchedule(str(exc)) from exc
+        next_at: datetime | None = nominal + self.policy.delay(self.name)
+        if before is not None and before.pause is not None:
+            next_at = before.pause.until
         stored = StoredSchedule(
             name=self.name, task=self.task, kind=spec.kind, text=spec.text, tz=spec.tz, anchor=spec.anchor,
             args=self.args, kwargs=self.kwargs, options=self.options, policy=self.policy.written(), owner=OWNER,
             fingerprint=self.fingerprint, enabled=self.enabled, cursor=cursor,
-            next_at=nominal + self.policy.delay(self.name),
+            next_at=next_at,
         )  # fmt: skip
         if not store.put(executor, stored):
             raise InvalidSchedule(f"The name {self.name!r} belongs to an entry of beat_schedule. Use another one.")
         found = store.get(executor, self.name)
         assert found is not None
-        return _handle(found)
+        return Schedule.of(found)
 
 
 def _timing(of: StoredSchedule | Spec) -> tuple[str, str, str | None]:
     return of.kind, of.text, of.tz
-
-
-def _database(app: Celery | None) -> Database:
-    return Database.of(app or calls.present_app())
 
 
 def _policy(**words: Any) -> Policy:
@@ -299,16 +313,3 @@ def _json(argument: str, value: Any) -> Any:
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidSchedule(f"{argument} = {value!r} is no JSON: {exc}") from exc
     return json.loads(text)
-
-
-def _recurrence(stored: StoredSchedule) -> Recurrence:
-    return from_spec(Spec(stored.kind, stored.text, stored.tz, stored.anchor))
-
-
-def _handle(stored: StoredSchedule) -> Schedule:
-    return Schedule(
-        name=stored.name, task=stored.task, when=stored.text, kind=stored.kind, tz=stored.tz, args=tuple(stored.args),
-        kwargs=stored.kwargs, options=stored.options, policy=stored.policy, owner=stored.owner, enabled=stored.enabled,
-        next_at=stored.next_at if stored.enabled else None, fired=stored.fired, last_fired_at=stored.last_fired_at,
-        fault=stored.fault,
-    )  # fmt: skip

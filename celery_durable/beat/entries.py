@@ -23,8 +23,9 @@ from celery.utils.log import get_logger
 
 from celery_durable.core.catchup import Policy, first
 from celery_durable.errors import DatabaseUnavailable, InvalidSchedule
+from celery_durable.occurrence import check_overlap
 from celery_durable.recurrence import Every, Recurrence, Spec, from_celery, from_spec, to_spec
-from celery_durable.store import schedules
+from celery_durable.store import beats, meta, schedules
 from celery_durable.store.executor import Executor
 from celery_durable.store.schedules import CODE_KIND, StoredSchedule
 
@@ -105,8 +106,8 @@ def understood(app: Celery, entries: Mapping[str, Any]) -> tuple[dict[str, Entry
 
     Arguments:
         app: whose zone counts.
-        entries: dicts or Celery's ScheduleEntry objects by name.  A dict may also hold the
-            words of :class:`~celery_durable.core.catchup.Policy` and ``tz``.
+        entries: dicts or Celery's ScheduleEntry objects by name.  A dict may also hold ``durable``, a dict
+            of the words of :class:`~celery_durable.core.catchup.Policy` and ``tz``; so may its options.
 
     Returns:
         The entries, and the names of those that cannot be used: each has been logged, none stops the others.
@@ -130,10 +131,23 @@ def _understood(app: Celery, name: str, entry: Any) -> Entry:
     values = dict(entry)
     task, when = values.pop("task", None), values.pop("schedule", None)
     args, kwargs, options = (values.pop(each, None) for each in ("args", "kwargs", "options"))
-    relative, tz = values.pop("relative", False), values.pop("tz", None)
-    said = {word: values.pop(word) for word in _POLICY_WORDS if word in values}
+    relative, durable = values.pop("relative", False), values.pop("durable", None)
+    if options and "durable" in options:
+        # add_periodic_task knows no further words: what it does not know becomes an option.
+        options = dict(options)
+        durable = options.pop("durable") if durable is None else durable
     if values:
-        raise InvalidSchedule(f"{next(iter(values))!r} is no word of a schedule entry.")
+        word = next(iter(values))
+        hint = (
+            f" Put it into the entry's durable: {{'durable': {{{word!r}: …}}}}"
+            if word in (*_POLICY_WORDS, "tz")
+            else ""
+        )
+        raise InvalidSchedule(f"{word!r} is no word of a schedule entry.{hint}")
+    if not isinstance(durable or {}, Mapping):
+        raise InvalidSchedule(f"durable = {durable!r} must be a dict of {', '.join((*_POLICY_WORDS, 'tz'))}.")
+    said = dict(durable or {})
+    tz = said.pop("tz", None)
     if not isinstance(task, str):
         raise InvalidSchedule(f"task = {task!r} must be the name of a task.")
     if isinstance(when, BaseSchedule) and tz is None:
@@ -145,22 +159,41 @@ def _understood(app: Celery, name: str, entry: Any) -> Entry:
         said["deadline"] = app.conf.get("beat_cron_starting_deadline")
     spec = to_spec(when, zone, name=name)
     found = args or (), kwargs or {}, options or {}
+    policy = Policy.of(said)
+    check_overlap(app, task, policy)
     return Entry(
         name=name, task=task, recurrence=from_celery(when, zone, name=name), spec=spec, args=found[0], kwargs=found[1],
-        options=found[2], policy=Policy.of(said), anchored=isinstance(when, Every),
+        options=found[2], policy=policy, anchored=isinstance(when, Every),
         storable=spec is not None and all(map(_same_in_json, found)),
     )  # fmt: skip
 
 
-def sync(executor: Executor, entries: Mapping[str, Entry], keep: set[str]) -> None:
+def digest(entries: Mapping[str, Entry], keep: set[str]) -> str:
+    """What tells one version of a program's entries from another."""
+    said = [*sorted((name, entry.fingerprint) for name, entry in entries.items()), *sorted(keep)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def sync(executor: Executor, entries: Mapping[str, Entry], keep: set[str]) -> bool:
     """Write the program's entries; call it within a transaction.
+
+    While two versions of a program run at once, the entries are those of the one that came last: a beat of
+    the earlier one that is started again leaves them alone until no beat of the later one is alive.
 
     Arguments:
         executor: in a transaction.
         entries: by name.
         keep: names that cannot be used now, but have not vanished.
+
+    Returns:
+        False when a later version's entries are in force; to be tried again.
     """
     now = schedules.begin_sync(executor)
+    mine, known = digest(entries, keep), meta.code_versions(executor)
+    if mine in known[:-1] and beats.alive_with(executor, known[-1]):
+        return False
+    if mine not in known[-1:]:
+        meta.set_code_versions(executor, [*(each for each in known if each != mine), mine])
     for name in sorted(entries):
         entry = entries[name]
         try:
@@ -172,6 +205,7 @@ def sync(executor: Executor, entries: Mapping[str, Entry], keep: set[str]) -> No
             logger.error("Schedule entry %r cannot be stored: %s", name, exc)
     for name in schedules.disable_vanished(executor, [*entries, *keep]):
         logger.warning("Schedule %r is no longer in the code: it is disabled.", name)
+    return True
 
 
 def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
@@ -187,10 +221,13 @@ def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
     spec = entry.spec
     if spec is not None and spec.kind == "interval" and not entry.anchored:
         spec = Spec(spec.kind, spec.text, spec.tz, anchor)
-    nominal = first(entry.recurrence_from(anchor), entry.policy, cursor)
-    if nominal is None:
+    recurrence = entry.recurrence_from(anchor)
+    entry.policy.check_jitter(recurrence, cursor)
+    pause = None if before is None else before.pause
+    nominal = first(recurrence, entry.policy, cursor, pause)
+    if nominal is None and pause is None:
         logger.warning("Schedule entry %r never comes due.", entry.name)
-    else:
+    elif nominal is not None:
         next_at = nominal + entry.policy.delay(entry.name)
     stored = entry.kind != CODE_KIND
     schedules.put(

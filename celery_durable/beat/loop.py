@@ -40,6 +40,8 @@ logger = get_logger(__name__)
 
 #: Seconds between two looks at the number of shards.
 SHARDS_EVERY = 10.0
+#: Seconds between two tries to write entries while a beat with later ones is alive.
+SYNC_AGAIN = 10.0
 
 
 class Loop:
@@ -66,6 +68,8 @@ class Loop:
         self._dispatcher = Dispatcher(self._link, publisher, self._settings, self._broker, self._clock)
         self._sweeper = Sweeper(self._link, self._dispatcher, self._broker, self._settings)
         self._occurrences: Occurrences | None = None
+        self._entries: tuple[dict[str, entries.Entry], set[str]] = {}, set()
+        self._sync_at = inf
         self._watermarks: dict[int, Watermark] = {}
         self._shards_at = float("-inf")
         self._held_up = HeldUp()
@@ -138,12 +142,20 @@ class Loop:
         finally:
             probe.close()  # the app's own pool may be in use by other threads
         if self._occurrences is None:
-            good, bad = entries.understood(self._app, self._code())
-            self._link.transact(lambda executor: entries.sync(executor, good, bad))
-            self._occurrences = Occurrences(self._app, self._link, self._settings, good)
+            self._entries = entries.understood(self._app, self._code())
+            self._sweeper.code = entries.digest(*self._entries)
+            self._sync_entries()
         self.look_again()
         if first:
             logger.info("Dispatching timers from schema %r.", self._settings.schema)
+
+    def _sync_entries(self) -> None:
+        good, bad = self._entries
+        synced = self._link.transact(lambda executor: entries.sync(executor, good, bad))
+        self._sync_at = inf if synced else time.monotonic() + SYNC_AGAIN
+        self._occurrences = Occurrences(self._app, self._link, self._settings, good)
+        if not synced:
+            logger.warning("A beat with later recurring entries runs: those of this program wait until it has ended.")
 
     def _guarded_work(self, longest: float) -> float:
         try:
@@ -161,6 +173,8 @@ class Loop:
         """
         assert self._occurrences is not None
         self._look_at_shards()
+        if time.monotonic() >= self._sync_at:
+            self._sync_entries()
         self._occurrences.turn()
         until = jittered(self._settings.poll_interval, random)
         try:
@@ -177,7 +191,13 @@ class Loop:
         if away is not None:
             logger.warning("Postgres answers again after %.1f s.", away)
         now = time.monotonic()
-        return min(until, longest, self._occurrences.remaining(now), self._sweeper.remaining(now))
+        return min(
+            until,
+            longest,
+            self._occurrences.remaining(now),
+            self._sweeper.remaining(now),
+            max(self._sync_at - now, 0.0),
+        )
 
     def _dispatch(self) -> float:
         """Dispatch what is due in every shard; returns seconds until more is, 0 when there may be more now."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from datetime import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import psycopg
 from celery.utils.log import get_logger
 
 from celery_durable.beat.entries import Entry
 from celery_durable.beat.link import Link
-from celery_durable.core.catchup import Plan, Policy, plan
+from celery_durable.core.catchup import Pause, Plan, Policy, plan
 from celery_durable.core.pacing import HeldUp
 from celery_durable.errors import DatabaseUnavailable
 from celery_durable.occurrence import timer_of
@@ -20,7 +23,8 @@ from celery_durable.recurrence import Recurrence, Spec, from_spec
 from celery_durable.settings import Settings
 from celery_durable.store import schedules, timers
 from celery_durable.store.executor import Executor
-from celery_durable.store.schedules import CODE_KIND, StoredSchedule
+from celery_durable.store.schedules import CODE_KIND, QUEUED, Advance, StoredSchedule
+from celery_durable.store.timers import NewTimer
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -31,6 +35,12 @@ logger = get_logger(__name__)
 PAGE = 50
 #: Seconds until a schedule that cannot come due is tried again.
 PAUSE = 60.0
+#: Time until it is looked again whether a run that others wait for has ended.
+QUEUE_LOOK = timedelta(seconds=1)
+#: Recurrences kept parsed.
+MOST_READ = 10_000
+
+SCHEDULE, CATCHUP = "schedule", "catchup"
 
 
 class Occurrences:
@@ -87,55 +97,138 @@ class Occurrences:
         if not page:
             return 0
         now = schedules.now(executor)
+        ids = [UUID(str(row.last_id)) for row in page if row.last_id is not None]
+        live = schedules.live(executor, ids)
+        good: list[_Settled] = []
         for row in page:
             try:
-                with executor.atomic():
-                    self._settle(executor, schedules.read(row), now)
+                settled = self._settled(executor, schedules.read(row), now, live)
+                if settled is not None:
+                    good.append(settled)
             except (DatabaseUnavailable, psycopg.OperationalError):
                 raise
             except (
                 Exception
             ) as exc:  # specifications, tasks, signal handlers are the user's: they stop their schedule alone
-                if schedules.set_fault(executor, row.name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
-                    logger.error("Schedule %r cannot run, it is tried every %g s: %s", row.name, PAUSE, exc)
+                self._set_fault(executor, row.name, exc)
+        self._store(executor, good)
         return len(page)
 
-    def _settle(self, executor: Executor, stored: StoredSchedule, now: datetime) -> None:
+    def _store(self, executor: Executor, page: Sequence[_Settled]) -> None:
+        """Store what a page has come to; if that fails one by one, so that one bad schedule does not keep the others."""
+        try:
+            with executor.atomic():
+                store(executor, page)
+        except (DatabaseUnavailable, psycopg.OperationalError):
+            raise
+        except psycopg.Error as exc:
+            if len(page) == 1:
+                self._set_fault(executor, page[0].advance.name, exc)
+                return
+            for each in page:
+                self._store(executor, [each])
+
+    def _set_fault(self, executor: Executor, name: str, exc: Exception) -> None:
+        if schedules.set_fault(executor, name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
+            logger.error("Schedule %r cannot run, it is tried every %g s: %s", name, PAUSE, exc)
+
+    def _settled(
+        self, executor: Executor, stored: StoredSchedule, now: datetime, live: set[UUID]
+    ) -> _Settled | None:  # fmt: skip
         entry = self._entries.get(stored.name) if stored.kind == CODE_KIND else None
         if entry is not None and entry.fingerprint != stored.fingerprint:
             # A newer program has changed it; it is theirs now.
             self._known.discard(stored.name)
-            return
+            return None
         policy = Policy.of(stored.policy)
         delay = policy.delay(stored.name)
         recurrence = self._recurrence(stored) if entry is None else entry.recurrence_from(stored.anchor)
-        found = plan(recurrence, policy, cursor=stored.cursor, now=now - delay, fired=stored.fired)
-        missed = found.missed_count
-        for nominal in found.run:
-            timer = timer_of(
-                self._app, stored.name, task=stored.task,
-                args=entry.current_args() if entry is not None else stored.args,
-                kwargs=entry.current_kwargs() if entry is not None else stored.kwargs,
-                options=entry.options if entry is not None else stored.options,
-                durable=policy.durable, nominal=nominal, due_at=nominal + delay, missed=missed,
-                reason=self._reason(found, nominal), max_payload=self._settings.max_payload,
-            )  # fmt: skip
-            timers.insert(executor, timer)
-        schedules.note_missed(executor, stored.name, found.missed, "missed")
-        if missed:
-            logger.warning("Schedule %r missed %d occurrences until %s.", stored.name, missed, found.cursor)
+        pause = stored.pause
+        goes_on, queued, waited = stored.last_id in live, stored.queued, None
+        if queued and not goes_on and (pause is None or pause.over(now)):
+            waited = schedules.waiting_first(executor, stored.name)
+            goes_on, queued = waited is not None, queued - 1 if waited is not None else 0
+        found = plan(
+            recurrence, policy, cursor=stored.cursor, now=now - delay, fired=stored.fired, pause=pause, live=goes_on,
+            queued=queued > 0,
+        )  # fmt: skip
+        timers = [
+            self._timer(stored, policy, entry, nominal, nominal + delay, found.missed, self._reason(found, nominal))
+            for nominal in found.run
+        ]
+        fired = len(timers)
+        if waited is not None:
+            nominal, why = waited
+            reason = SCHEDULE if why == QUEUED else why
+            timers.append(self._timer(stored, policy, entry, nominal, now, 0, reason))
+            fired += why == QUEUED
+        notes = [(nominal, reason) for reason, skipped in found.skipped.items() for nominal in skipped.nominals]
+        notes += [(nominal, QUEUED) for nominal in found.queue]
+        not_run = Counter(stored.not_run)
+        not_run.update({reason: skipped.number for reason, skipped in found.skipped.items()})
+        if found.missed:
+            logger.warning("Schedule %r missed %d occurrences until %s.", stored.name, found.missed, found.cursor)
         next_at = None if found.next_nominal is None else found.next_nominal + delay
-        schedules.advance(executor, stored.name, cursor=found.cursor, next_at=next_at, fired=len(found.run))
+        queued += len(found.queue)
+        if queued and (pause is None or pause.over(now)):
+            again = now + QUEUE_LOOK
+            next_at = again if next_at is None else min(next_at, again)
+        return _Settled(
+            timers=timers, notes=notes, waited=waited and waited[0], advance=Advance(
+                name=stored.name, cursor=found.cursor, next_at=self._not_before(pause, now, next_at), fired=fired,
+                last_id=timers[-1].id if timers else None, queued=queued, not_run=not_run,
+                pause_over=pause is not None and pause.over(now),
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def _not_before(pause: Pause | None, now: datetime, next_at: datetime | None) -> datetime | None:
+        """A pause that ends by itself is looked at when it does, if nothing is due before: its row says so then."""
+        if pause is None or pause.until is None or pause.over(now):
+            return next_at
+        return pause.until
+
+    def _timer(
+        self, stored: StoredSchedule, policy: Policy, entry: Entry | None, nominal: datetime, due_at: datetime,
+        missed: int, reason: str,
+    ) -> NewTimer:  # fmt: skip
+        return timer_of(
+            self._app, stored.name, task=stored.task, args=entry.current_args() if entry is not None else stored.args,
+            kwargs=entry.current_kwargs() if entry is not None else stored.kwargs,
+            options=entry.options if entry is not None else stored.options, durable=policy.durable, nominal=nominal,
+            due_at=due_at, missed=missed, reason=reason, max_payload=self._settings.max_payload,
+        )  # fmt: skip
 
     @staticmethod
     def _reason(found: Plan, nominal: datetime) -> str:
-        punctual = nominal == found.cursor and not found.missed_count
-        return "schedule" if punctual else "catchup"
+        punctual = nominal == found.cursor and not found.missed
+        return SCHEDULE if punctual else CATCHUP
 
     def _recurrence(self, stored: StoredSchedule) -> Recurrence:
         """The recurrence of a row; parsed once for as long as it says the same."""
         spec = Spec(stored.kind, stored.text, stored.tz, stored.anchor)
         known = self._read.get(stored.name)
         if known is None or known[0] != spec:
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
             known = self._read[stored.name] = (spec, from_spec(spec))
         return known[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settled:
+    """What a look at one schedule has come to, not stored yet."""
+
+    timers: Sequence[NewTimer]
+    notes: Sequence[tuple[datetime, str]]
+    waited: datetime | None
+    """The occurrence that waited for the one before, and runs now."""
+    advance: Advance
+
+
+def store(executor: Executor, page: Sequence[_Settled]) -> None:
+    """Store timers, notes and cursors; call it within a transaction."""
+    timers.insert_occurrences(executor, [timer for each in page for timer in each.timers])
+    schedules.note(executor, [(each.advance.name, nominal, reason) for each in page for nominal, reason in each.notes])
+    schedules.unnote(executor, [(each.advance.name, each.waited) for each in page if each.waited is not None])
+    schedules.advance(executor, [each.advance for each in page])

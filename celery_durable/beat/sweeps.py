@@ -68,6 +68,8 @@ class Sweeper:
         self._next_at = float("-inf")
         self._alive_at = float("-inf")
         self.beat_id = new_id()
+        #: The version of the program's recurring entries.
+        self.code: str | None = None
 
     def remaining(self, now: float) -> float:
         """Seconds until the next slice, at the monotonic instant `now`."""
@@ -165,7 +167,7 @@ class Sweeper:
         dispatched, self._dispatcher.dispatched = self._dispatcher.dispatched, 0
         beats.seen(
             executor, self.beat_id, node=socket.gethostname(), pid=os.getpid(), version=version("celery-durable"),
-            dispatched=dispatched,
+            dispatched=dispatched, code=self.code,
         )  # fmt: skip
 
     def _try(self, what: str, operation: Callable[[Executor], T]) -> T | None:

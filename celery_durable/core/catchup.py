@@ -1,23 +1,29 @@
-"""Which occurrences of a schedule run now, and which are settled as missed."""
+"""Which occurrences of a schedule run now, which wait, and which are settled without a run."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from celery_durable.core.recurrence import Every, Recurrence
 
-#: Most occurrences that ``catchup="all"`` runs at once, and most that are noted one by one as missed.
+#: Most occurrences that ``catchup="all"`` runs at once, and most that are noted one by one as not run.
 MOST = 1000
-#: Most occurrences that are counted one by one; a count that reaches it means "at least".
+#: Most occurrences that are counted one by one; from this many on, a count that is not an interval's means "at least".
 COUNTED = 10_000
 #: With ``catchup="none"`` an occurrence this late, in seconds, still runs: a beat needs time to come round.
 PUNCTUAL = 60.0
 
 CATCHUPS = ("latest", "all", "none")
+OVERLAPS = ("allow", "skip", "queue")
+
+#: Why an occurrence did not run.
+MISSED, LATE, PAUSED, OVERLAP, ENDED = "missed", "deadline", "paused", "overlap", "max_runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +33,10 @@ class Policy:
     catchup: str = "latest"
     """Of missed occurrences run the newest (``latest``), ``all`` or ``none``."""
     deadline: float | None = None
-    """An occurrence later than this many seconds is settled as missed."""
+    """An occurrence later than this many seconds is settled without a run."""
+    overlap: str = "allow"
+    """While the run before still goes on: run beside it (``allow``), not at all (``skip``), or after it (``queue``;
+    one waits, later ones do not run)."""
     start: datetime | None = None
     end: datetime | None = None
     """Nominal times lie within [start, end]."""
@@ -38,8 +47,9 @@ class Policy:
     """For a task unknown to the beat: is it a DurableTask?"""
 
     def __post_init__(self) -> None:
-        if self.catchup not in CATCHUPS:
-            raise ValueError(f"catchup = {self.catchup!r} is none of {', '.join(CATCHUPS)}.")
+        for name, words in (("catchup", CATCHUPS), ("overlap", OVERLAPS)):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(words)}.")
         for name in ("deadline", "jitter"):
             value = getattr(self, name)
             if value is None:
@@ -59,7 +69,7 @@ class Policy:
             raise ValueError(f"durable = {self.durable!r} must be True or False.")
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Policy:
+    def of(cls, values: Mapping[str, Any]) -> Policy:
         """Read a policy: JSON values, or what a program says (timedeltas, datetimes).
 
         Raises:
@@ -92,30 +102,78 @@ class Policy:
         share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
         return timedelta(seconds=self.jitter * share)
 
+    def check_jitter(self, recurrence: Recurrence, after: datetime) -> None:
+        """Refuse a jitter that could carry an occurrence past the next one.
+
+        Raises:
+            ValueError: naming the shortest of the next ten gaps.
+        """
+        if not self.jitter:
+            return
+        upcoming = recurrence.upcoming(_since(self, after), 11)
+        gaps = [(later - earlier).total_seconds() for earlier, later in pairwise(upcoming)]
+        if gaps and self.jitter >= min(gaps):
+            raise ValueError(
+                f"jitter = {self.jitter:g} s is not below the shortest gap of the next runs, {min(gaps):g} s."
+            )
+
+
+class Pause(NamedTuple):
+    """Nothing of a schedule runs from `since` on."""
+
+    since: datetime
+    until: datetime | None
+    """Inclusive; None: until somebody ends it."""
+
+    def over(self, now: datetime) -> bool:
+        """Whether it has ended by itself."""
+        return self.until is not None and now >= self.until
+
+
+class Skipped(NamedTuple):
+    """Occurrences that do not run, for one reason."""
+
+    nominals: Sequence[datetime]
+    """The newest of them."""
+    number: int
+    """How many; see :data:`COUNTED`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What is to be done about a schedule now."""
 
-    run: list[datetime]
+    run: Sequence[datetime] = ()
     """Nominal times to run, oldest first."""
-    missed: list[datetime]
-    """The newest of those that do not run."""
-    missed_count: int
-    """How many do not run; from :data:`COUNTED` on "at least"."""
+    queue: Sequence[datetime] = ()
+    """Nominal times to run once the run before has ended."""
+    skipped: Mapping[str, Skipped]
+    """What does not run, by reason."""
     cursor: datetime
     """Everything up to here is settled."""
     next_nominal: datetime | None
-    """The first occurrence beyond; None: never again."""
+    """The first occurrence beyond; None: never again, or not until a pause ends."""
+
+    @property
+    def missed(self) -> int:
+        """How many occurrences did not run because nobody was there in time."""
+        return sum(self.skipped[reason].number for reason in (MISSED, LATE) if reason in self.skipped)
 
 
-def first(recurrence: Recurrence, policy: Policy, after: datetime) -> datetime | None:
-    """The first occurrence strictly after `after` that the policy allows."""
+def first(recurrence: Recurrence, policy: Policy, after: datetime, pause: Pause | None = None) -> datetime | None:
+    """The first occurrence strictly after `after` that the policy allows, and strictly after a pause."""
+    if pause is not None:
+        if pause.until is None:
+            return None
+        after = max(after, pause.until)
     found = recurrence.next_after(_since(policy, after))
     return None if found is None or (policy.end is not None and found > policy.end) else found
 
 
-def plan(recurrence: Recurrence, policy: Policy, *, cursor: datetime, now: datetime, fired: int) -> Plan:
+def plan(
+    recurrence: Recurrence, policy: Policy, *, cursor: datetime, now: datetime, fired: int, pause: Pause | None = None,
+    live: bool = False, queued: bool = False,
+) -> Plan:  # fmt: skip
     """Decide about the occurrences after `cursor` and up to `now`.
 
     Arguments:
@@ -124,25 +182,52 @@ def plan(recurrence: Recurrence, policy: Policy, *, cursor: datetime, now: datet
         cursor: everything up to here is settled.
         now: the database's time.
         fired: how many occurrences have run before.
+        pause: the present pause, or one that has just ended.
+        live: the run before still goes on.
+        queued: an occurrence waits for it already.
     """
     since = _since(policy, cursor)
     newest = recurrence.latest_before(now if policy.end is None else min(now, policy.end))
     if newest is None or newest <= since:
-        return Plan(run=[], missed=[], missed_count=0, cursor=cursor, next_nominal=first(recurrence, policy, cursor))
+        return Plan(skipped={}, cursor=cursor, next_nominal=first(recurrence, policy, cursor, pause))
     occurrences, count = _between(recurrence, since, newest)
-    run = [newest] if policy.catchup == "latest" else occurrences
+    skipped: dict[str, Skipped] = {}
+
+    def skip(reason: str, nominals: Sequence[datetime], number: int | None = None) -> None:
+        number = len(nominals) if number is None else number
+        if number:
+            skipped[reason] = Skipped(nominals, number)
+
+    if pause is not None:
+        until = now if pause.until is None else min(now, pause.until)
+        awake = [each for each in occurrences if each > until]
+        skip(PAUSED, [each for each in occurrences if each <= until], count - len(awake))
+        occurrences, count = awake, len(awake)
+    run = occurrences if policy.catchup == "all" else occurrences[-1:]
     if policy.catchup == "none":
-        run = [newest] if (now - newest).total_seconds() <= PUNCTUAL else []
-    if policy.deadline is not None:
-        run = [each for each in run if (now - each).total_seconds() <= policy.deadline]
-    left = None if policy.max_runs is None else max(policy.max_runs - fired, 0)
-    if left is not None:
-        run = run[:left]
+        run = [each for each in run if (now - each).total_seconds() <= PUNCTUAL]
     chosen = set(run)
-    over = left is not None and len(run) >= left
+    skip(MISSED, [each for each in occurrences if each not in chosen], count - len(run))
+    if policy.deadline is not None:
+        late = [each for each in run if (now - each).total_seconds() > policy.deadline]
+        skip(LATE, late)
+        run = run[len(late) :]
+    queue: list[datetime] = []
+    if policy.overlap != "allow":
+        free = 0 if live or queued else 1
+        run, waiting = run[:free], run[free:]
+        if policy.overlap == "queue" and not queued:
+            queue, waiting = waiting[:1], waiting[1:]
+        skip(OVERLAP, waiting)
+    over = False
+    if policy.max_runs is not None:
+        left = max(policy.max_runs - fired, 0)
+        over = len(run) + len(queue) >= left
+        skip(ENDED, [*run, *queue][left:])
+        run, queue = run[:left], queue[: max(left - len(run), 0)]
     return Plan(
-        run=run, missed=[each for each in occurrences if each not in chosen], missed_count=count - len(run),
-        cursor=newest, next_nominal=None if over else first(recurrence, policy, newest),
+        run=run, queue=queue, skipped=skipped, cursor=newest,
+        next_nominal=None if over else first(recurrence, policy, newest, pause),
     )  # fmt: skip
 
 

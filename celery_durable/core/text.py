@@ -11,4 +11,6 @@ def storable(text: str, limit: int | None = None) -> str:
         limit: most characters that are kept; None keeps all.
     """
     text = text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\0")
-    return text if limit is None or len(text) <= limit else f"[{len(text) - limit} characters left out] …{text[-limit:]}"
+    return (
+        text if limit is None or len(text) <= limit else f"[{len(text) - limit} characters left out] …{text[-limit:]}"
+    )

@@ -9,8 +9,16 @@ from celery_durable.store.executor import Executor, Row
 
 # Purpose: a beat says that it is alive.  Index: primary key.  Locks: its own row.
 SEEN = """
-insert into {schema}.beat as b (id, node, pid, version) values (%(id)s::uuid, %(node)s, %(pid)s, %(version)s)
-on conflict (id) do update set seen_at = {schema}.clock(), dispatched = b.dispatched + %(dispatched)s::bigint
+insert into {schema}.beat as b (id, node, pid, version, code)
+values (%(id)s::uuid, %(node)s, %(pid)s, %(version)s, %(code)s::text)
+on conflict (id) do update set seen_at = {schema}.clock(), code = excluded.code,
+    dispatched = b.dispatched + %(dispatched)s::bigint
+"""
+
+# Purpose: is a beat with this version of the program's entries alive.  Index: none: a handful of rows.  Locks: none.
+ALIVE_WITH = """
+select id from {schema}.beat
+where code = %(code)s and seen_at > {schema}.clock() - interval '20 seconds' limit 1
 """
 
 # Purpose: beats that have ended without a word.  Index: none: a handful of rows.  Locks: the rows.
@@ -51,9 +59,17 @@ group by state
 """
 
 
-def seen(executor: Executor, beat_id: UUID, *, node: str, pid: int, version: str, dispatched: int) -> None:
-    """Note that a beat is alive, and how many timers it dispatched since it last said so."""
-    executor.fetch(SEEN, {"id": str(beat_id), "node": node, "pid": pid, "version": version, "dispatched": dispatched})
+def seen(
+    executor: Executor, beat_id: UUID, *, node: str, pid: int, version: str, dispatched: int, code: str | None
+) -> None:
+    """Note that a beat is alive, how many timers it dispatched since it last said so, and which entries it has."""
+    parameters = {"node": node, "pid": pid, "version": version, "dispatched": dispatched, "code": code}
+    executor.fetch(SEEN, {"id": str(beat_id), **parameters})
+
+
+def alive_with(executor: Executor, code: str) -> bool:
+    """Whether a beat whose program has this version of the recurring entries is alive."""
+    return bool(executor.fetch(ALIVE_WITH, {"code": code}))
 
 
 def forget_silent(executor: Executor) -> None:

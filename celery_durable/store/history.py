@@ -56,7 +56,8 @@ select max(id) as last, count(*) as seen, coalesce(bool_and(old), false) as old 
 OLD_NOTES = """
 delete from {schema}.occurrence where ctid = any(array(
     select ctid from {schema}.occurrence
-    where noted_at < {schema}.clock() - %(retention)s::float8 * interval '1 second' order by noted_at limit {page}))
+    where reason not in ('queued', 'backfill')
+      and noted_at < {schema}.clock() - %(retention)s::float8 * interval '1 second' order by noted_at limit {page}))
 returning schedule
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery_durable.errors import SchemaMismatch
@@ -69,6 +69,46 @@ def refuse_foreign(database: Database, found: Mapping[str, Any], app_name: str |
             f"Schema {database.schema!r} belongs to the app {owner!r}, this is {app_name!r}. "
             f"Give this app a schema of its own: durable_schema = 'celery_durable_{app_name}', then run: {MIGRATE}"
         )
+
+
+# Purpose: one value by its name.  Index: primary key.  Locks: the row when it is written.
+GET = "select value::text as value from {schema}.meta where name = %(name)s"
+SET = """
+insert into {schema}.meta (name, value) values (%(name)s, %(value)s::json)
+on conflict (name) do update set value = excluded.value
+"""
+
+#: Versions of a program's entries that are remembered.
+VERSIONS = 20
+
+
+def code_versions(executor: Executor) -> list[str]:
+    """The versions of recurring entries that were in force, the present one last."""
+    return list(_get(executor, "code") or [])
+
+
+def set_code_versions(executor: Executor, versions: Sequence[str]) -> None:
+    """Remember the versions of recurring entries, the present one last."""
+    _set(executor, "code", versions[-VERSIONS:])
+
+
+def zone_data(executor: Executor) -> dict[str, str]:
+    """The fingerprint of each time zone's data that next times were computed with."""
+    return dict(_get(executor, "zones") or {})
+
+
+def set_zone_data(executor: Executor, fingerprints: Mapping[str, str]) -> None:
+    """Remember what next times were computed with."""
+    _set(executor, "zones", fingerprints)
+
+
+def _get(executor: Executor, name: str) -> Any:
+    rows = executor.fetch(GET, {"name": name})
+    return json.loads(rows[0].value) if rows else None
+
+
+def _set(executor: Executor, name: str, value: object) -> None:
+    executor.fetch(SET, {"name": name, "value": json.dumps(value)})
 
 
 def claim_for(executor: Executor, app_name: str | None) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
+from celery_durable.core.catchup import Pause
 from celery_durable.core.text import storable
 from celery_durable.errors import InvalidSchedule
 from celery_durable.store.executor import Executor, Row
@@ -15,6 +18,9 @@ from celery_durable.store.timers import utc
 
 #: Definitions that only the program knows (third-party schedule classes, lazy arguments).
 CODE_KIND = "code"
+
+#: The reasons of occurrences that wait for the one before to end: the clock's, and those of a backfill.
+QUEUED, BACKFILL = WAITING = "queued", "backfill"
 
 #: Longest name in bytes: with a nominal time it becomes an idempotency key.
 MAX_NAME = 800
@@ -39,15 +45,44 @@ class StoredSchedule:
     enabled: bool = True
     cursor: datetime
     next_at: datetime | None
+    paused_at: datetime | None = None
+    paused_until: datetime | None = None
+    paused_by: str | None = None
+    paused_note: str | None = None
+    last_id: UUID | None = field(default=None, compare=False)
+    queued: int = field(default=0, compare=False)
     fired: int = field(default=0, compare=False)
+    not_run: Mapping[str, int] = field(default_factory=dict, compare=False)
     last_fired_at: datetime | None = field(default=None, compare=False)
     fault: str | None = None
+
+    @property
+    def pause(self) -> Pause | None:
+        """The present pause, or one that has ended by itself and was not looked at since."""
+        return None if self.paused_at is None else Pause(self.paused_at, self.paused_until)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance:
+    """What a look at a schedule has settled."""
+
+    name: str
+    cursor: datetime
+    next_at: datetime | None
+    fired: int = 0
+    last_id: UUID | None = None
+    """The timer of the newest occurrence; None: the one before still is."""
+    queued: int = 0
+    not_run: Mapping[str, int]
+    """All counts by reason, the earlier ones among them."""
+    pause_over: bool = False
 
 
 _COLUMNS = """name, task, kind, text, tz, {schema}.readable(anchor) as anchor, args::text as args,
     kwargs::text as kwargs, options::text as options, policy::text as policy, owner, fingerprint, enabled,
-    {schema}.readable(cursor) as cursor, {schema}.readable(next_at) as next_at, fired,
-    {schema}.readable(last_fired_at) as last_fired_at, fault"""
+    {schema}.readable(cursor) as cursor, {schema}.readable(next_at) as next_at,
+    {schema}.readable(paused_at) as paused_at, {schema}.readable(paused_until) as paused_until, paused_by, paused_note,
+    last_id, queued, fired, not_run::text as not_run, {schema}.readable(last_fired_at) as last_fired_at, fault"""
 
 # Purpose: the schedules with something due.  Index: schedule_next, one range.  Locks: the page's rows until the
 # occurrence's timer and the cursor commit together, skipping others': two beats cannot make one occurrence twice.
@@ -65,14 +100,105 @@ from {schema}.schedule
 where enabled and (kind <> 'code' or name = any(%(known)s::text[]))
 """
 
-# Purpose: settle occurrences up to `cursor`.  Index: primary key.  Locks: the row, held by DUE already.
+# Purpose: settle what a page of schedules has come to.  Index: primary key.  Locks: the rows, held by DUE already.
 # The cursor never moves back, whatever a clock does.
 ADVANCE = """
+update {schema}.schedule s
+set cursor = greatest(s.cursor, u.cursor), next_at = u.next_at, fired = s.fired + u.fired, fault = null,
+    last_id = coalesce(u.last_id, s.last_id), queued = u.queued, not_run = u.not_run,
+    last_fired_at = case when u.fired > 0 then {schema}.clock() else s.last_fired_at end
+from unnest(%(names)s::text[], %(cursors)s::timestamptz[], %(next_ats)s::timestamptz[], %(fireds)s::integer[],
+            %(last_ids)s::uuid[], %(queueds)s::integer[], %(not_runs)s::json[])
+     as u(name, cursor, next_at, fired, last_id, queued, not_run)
+where s.name = u.name
+"""
+
+# Purpose: end pauses.  Index: primary key.  Locks: the rows, held already.
+END_PAUSE = """
 update {schema}.schedule
-set cursor = greatest(cursor, %(cursor)s::timestamptz), next_at = %(next_at)s::timestamptz,
-    fired = fired + %(fired)s::integer, fault = %(fault)s::text,
-    last_fired_at = case when %(fired)s::integer > 0 then {schema}.clock() else last_fired_at end
-where name = %(name)s returning name
+set paused_at = null, paused_until = null, paused_by = null, paused_note = null, edition = edition + 1
+where name = any(%(names)s::text[])
+"""
+
+# Purpose: pause a schedule, or change its pause.  Index: primary key.  Locks: the row.
+PAUSE = """
+update {schema}.schedule
+set paused_at = coalesce(paused_at, {schema}.clock()), paused_until = %(until)s::timestamptz, paused_by = %(by)s::text,
+    paused_note = %(note)s::text, next_at = %(next_at)s::timestamptz, edition = edition + 1,
+    updated_at = {schema}.clock()
+where name = %(name)s returning pg_notify(trim(both '"' from '{schema}'), 'schedule')::text
+"""
+
+# Purpose: which of these timers wait or run.  Index: primary keys.  Locks: none.
+LIVE = """
+select id from unnest(%(ids)s::uuid[]) as u(id)
+where exists (select from {schema}.timer t where t.id = u.id) or exists (select from {schema}.run r where r.id = u.id)
+"""
+
+# Purpose: the oldest occurrence that waits for the one before.  Index: primary key.  Locks: none: the caller has
+# locked the schedule's row.
+WAITING_FIRST = """
+select {schema}.readable(nominal) as nominal, reason from {schema}.occurrence
+where schedule = %(schedule)s and reason in ('queued', 'backfill') order by nominal limit 1
+"""
+
+# Purpose: how many occurrences wait for the one before.  Index: primary key.  Locks: none, as above.
+WAITING_NUMBER = """
+select count(*) as number from {schema}.occurrence
+where schedule = %(schedule)s and reason in ('queued', 'backfill')
+"""
+
+# Purpose: have the beats look at the schedules at once.  Index: none.  Locks: none.
+TELL = """select pg_notify(trim(both '"' from '{schema}'), 'schedule')::text"""
+
+# Purpose: occurrences that run after all are no longer noted as not run.  Index: primary key.  Locks: the rows.
+UNNOTE = """
+delete from {schema}.occurrence o using unnest(%(schedules)s::text[], %(nominals)s::timestamptz[]) as u(schedule, nominal)
+where o.schedule = u.schedule and o.nominal = u.nominal
+"""
+
+# Purpose: which keys are held.  Index: call_key.  Locks: none.
+HELD_KEYS = "select key from {schema}.call where key = any(%(keys)s::text[])"
+
+# Purpose: what has become of the newest occurrences.  Index: call_schedule and the primary key of occurrence, both
+# backwards; then primary keys.  Locks: none.
+HISTORY = """
+with ran as (
+    select c.id, c.nominal, c.reason from {schema}.call c
+    where c.schedule = %(schedule)s and c.nominal < %(before)s::timestamptz order by c.nominal desc limit {page}),
+stood as (
+    select r.nominal, r.reason, f.* from ran r left join lateral (
+        select id, 'waiting' as state, due_at, null::timestamptz as started_at, null::timestamptz as finished_at
+        from {schema}.timer where id = r.id
+        union all select id, state, due_at, started_at, null from {schema}.run where id = r.id
+        union all select id, state, due_at, started_at, finished_at from {schema}.outcome where id = r.id) f on true)
+select {schema}.readable(nominal) as nominal, reason, id, state, {schema}.readable(due_at) as due_at, started_at,
+       finished_at from stood where id is not null
+union all
+select * from (
+    select {schema}.readable(nominal), reason, null::uuid, null::text, null::timestamptz, null::timestamptz,
+           null::timestamptz from {schema}.occurrence o
+    where schedule = %(schedule)s and o.nominal < %(before)s::timestamptz order by o.nominal desc limit {page}) n
+order by nominal desc limit {page}
+"""
+
+# Purpose: the zones in use.  Index: none: a look at every schedule, once at start and daily.  Locks: none.
+ZONES = """
+select distinct coalesce(tz, 'UTC') as tz from {schema}.schedule where enabled and kind in ('cron', 'crontab')
+"""
+
+# Purpose: a page of the schedules of some zones, to be computed anew.  Index: primary key.  Locks: the rows, skipping
+# others': who holds one computes it anyway.
+OF_ZONES = """
+select {columns} from {schema}.schedule
+where name > %(after)s and enabled and kind in ('cron', 'crontab') and tz = any(%(zones)s::text[])
+order by name limit {page} for update skip locked
+"""
+
+# Purpose: a cache that was computed anew.  Index: primary key.  Locks: the rows, held already.
+MOVE = """
+update {schema}.schedule s set next_at = u.next_at
+from unnest(%(names)s::text[], %(next_ats)s::timestamptz[]) as u(name, next_at) where s.name = u.name
 """
 
 # Purpose: lock one definition before it is changed, and read the clock.  Index: primary key.  Locks: the row.
@@ -83,22 +209,22 @@ NOW = "select {schema}.clock() as now"
 # Purpose: write a definition.  Index: primary key.  Locks: the row.  Tells the beats to look at the schedules again.
 PUT = """
 insert into {schema}.schedule as s (name, task, kind, text, tz, anchor, args, kwargs, options, policy, owner, fingerprint,
-                                    enabled, cursor, next_at)
+                                    enabled, cursor, next_at, edition)
 values (%(name)s, %(task)s, %(kind)s, %(text)s, %(tz)s, %(anchor)s::timestamptz, %(args)s::json, %(kwargs)s::json,
         %(options)s::json, %(policy)s::json, %(owner)s, %(fingerprint)s, %(enabled)s::boolean,
-        %(cursor)s::timestamptz, %(next_at)s::timestamptz)
+        %(cursor)s::timestamptz, %(next_at)s::timestamptz, 1)
 on conflict (name) do update set
     task = excluded.task, kind = excluded.kind, text = excluded.text, tz = excluded.tz, anchor = excluded.anchor,
     args = excluded.args, kwargs = excluded.kwargs, options = excluded.options, policy = excluded.policy,
     fingerprint = excluded.fingerprint, enabled = excluded.enabled, cursor = excluded.cursor,
-    next_at = excluded.next_at, fault = null, updated_at = {schema}.clock()
+    next_at = excluded.next_at, fault = null, edition = s.edition + 1, updated_at = {schema}.clock()
 where s.owner = excluded.owner
 returning s.name, pg_notify(trim(both '"' from '{schema}'), 'schedule')::text
 """
 
 # Purpose: definitions that left the code stop, and keep their history.  Index: none: run once at start.  Locks: the rows.
 DISABLE_VANISHED = """
-update {schema}.schedule set enabled = false, updated_at = {schema}.clock()
+update {schema}.schedule set enabled = false, edition = edition + 1, updated_at = {schema}.clock()
 where owner = 'code' and enabled and not name = any(%(names)s::text[]) returning name
 """
 
@@ -111,16 +237,25 @@ set fault = %(fault)s, next_at = {schema}.clock() + %(pause)s::float8 * interval
 from old where s.name = old.name returning old.fault is distinct from s.fault as news
 """
 
-LIST = """select {columns} from {schema}.schedule where name > %(after)s order by name limit {page}"""
+LIST = """
+select {columns} from {schema}.schedule
+where name > %(after)s and starts_with(name, %(prefix)s) and (%(task)s::text is null or task = %(task)s)
+  and (%(owner)s::text is null or owner = %(owner)s)
+  and (%(paused)s::boolean is null or (paused_at is not null) = %(paused)s)
+order by name limit {page}
+"""
 
 GET = """select {columns} from {schema}.schedule where name = %(name)s"""
 
 DELETE = """delete from {schema}.schedule where name = %(name)s returning name"""
 
-# Purpose: why an occurrence did not run.  Index: primary key.  Locks: none.
+# Purpose: why occurrences did not run.  Index: primary key.  Locks: none.
 NOTE = """
-insert into {schema}.occurrence (schedule, nominal, reason)
-select %(schedule)s, nominal, %(reason)s from unnest(%(nominals)s::timestamptz[]) as u(nominal) on conflict do nothing
+insert into {schema}.occurrence as o (schedule, nominal, reason)
+select schedule, nominal, reason
+from unnest(%(schedules)s::text[], %(nominals)s::timestamptz[], %(reasons)s::text[]) as u(schedule, nominal, reason)
+on conflict (schedule, nominal) do update set reason = excluded.reason, noted_at = excluded.noted_at
+where excluded.reason in ('queued', 'backfill')
 """
 
 
@@ -158,23 +293,93 @@ def next_due(executor: Executor, *, known: Sequence[str]) -> float | None:
     return seconds
 
 
-def advance(
-    executor: Executor,
-    name: str,
-    *,
-    cursor: datetime,
-    next_at: datetime | None,
-    fired: int = 0,
-    fault: str | None = None,
+def advance(executor: Executor, settled: Sequence[Advance]) -> None:
+    """Move the cursors of schedules, in the transaction that stores the occurrences' timers."""
+    executor.fetch(
+        ADVANCE,
+        {
+            "names": [each.name for each in settled], "cursors": [each.cursor for each in settled],
+            "next_ats": [each.next_at for each in settled], "fireds": [each.fired for each in settled],
+            "last_ids": [None if each.last_id is None else str(each.last_id) for each in settled],
+            "queueds": [each.queued for each in settled],
+            "not_runs": [json.dumps(dict(each.not_run)) for each in settled],
+        },
+    )  # fmt: skip
+    over = [each.name for each in settled if each.pause_over]
+    if over:
+        executor.fetch(END_PAUSE, {"names": over})
+
+
+def note(executor: Executor, notes: Sequence[tuple[str, datetime, str]]) -> None:
+    """Record why occurrences did not run, or that they are queued: (schedule, nominal, reason) each."""
+    if notes:
+        names, nominals, reasons = zip(*notes, strict=True)
+        executor.fetch(NOTE, {"schedules": list(names), "nominals": list(nominals), "reasons": list(reasons)})
+
+
+def waiting(executor: Executor, name: str) -> int:
+    """How many occurrences wait for the one before, in a transaction that has locked the schedule."""
+    number: int = executor.fetch(WAITING_NUMBER, {"schedule": name})[0].number
+    return number
+
+
+def tell(executor: Executor) -> None:
+    """Have the beats look at the schedules when the transaction commits."""
+    executor.fetch(TELL)
+
+
+def unnote(executor: Executor, occurrences: Sequence[tuple[str, datetime]]) -> None:
+    """Forget the notes about occurrences that run after all: (schedule, nominal) each."""
+    if occurrences:
+        names, nominals = zip(*occurrences, strict=True)
+        executor.fetch(UNNOTE, {"schedules": list(names), "nominals": list(nominals)})
+
+
+def pause(
+    executor: Executor, name: str, *, until: datetime | None, by: str | None, note: str | None, next_at: datetime | None
 ) -> None:
-    """Move the cursor of a schedule, in the transaction that stores the occurrence's timer."""
-    executor.fetch(ADVANCE, {"name": name, "cursor": cursor, "next_at": next_at, "fired": fired, "fault": fault})
+    """Pause a schedule, in a transaction that has locked it."""
+    executor.fetch(PAUSE, {"name": name, "until": until, "by": by, "note": note, "next_at": next_at})
 
 
-def note_missed(executor: Executor, name: str, nominals: Sequence[datetime], reason: str) -> None:
-    """Record why these occurrences did not run."""
-    if nominals:
-        executor.fetch(NOTE, {"schedule": name, "nominals": list(nominals), "reason": reason})
+def live(executor: Executor, timer_ids: Sequence[UUID]) -> set[UUID]:
+    """Those of the timers that wait or run."""
+    if not timer_ids:
+        return set()
+    rows = executor.fetch(LIVE, {"ids": [str(each) for each in timer_ids]})
+    return {UUID(str(row.id)) for row in rows}
+
+
+def waiting_first(executor: Executor, name: str) -> tuple[datetime, str] | None:
+    """The oldest occurrence that waits for the one before, and why it does; None when none does."""
+    rows = executor.fetch(WAITING_FIRST, {"schedule": name})
+    return (rows[0].nominal.astimezone(timezone.utc), rows[0].reason) if rows else None
+
+
+def held_keys(executor: Executor, keys: Sequence[str]) -> set[str]:
+    """Those of the idempotency keys that a timer holds."""
+    return {row.key for row in executor.fetch(HELD_KEYS, {"keys": list(keys)})}
+
+
+def history(executor: Executor, name: str, *, before: datetime | None, page: int) -> Sequence[Row]:
+    """The newest occurrences before an instant: run ones with their timer, others with the reason why not."""
+    return executor.fetch(_sql(HISTORY, page), {"schedule": name, "before": before or "infinity"})
+
+
+def zones(executor: Executor) -> list[str]:
+    """The IANA names of the zones that enabled schedules are read in."""
+    return [row.tz for row in executor.fetch(ZONES)]
+
+
+def of_zones(executor: Executor, zones: Sequence[str], *, after: str, page: int) -> Sequence[Row]:
+    """Lock and return a page of the rows of schedules in these zones; call it within a transaction."""
+    return executor.fetch(_sql(OF_ZONES, page), {"zones": list(zones), "after": after})
+
+
+def move(executor: Executor, moved: Mapping[str, datetime | None]) -> None:
+    """Store next times that were computed anew."""
+    if moved:
+        executor.fetch(MOVE, {"names": list(moved), "next_ats": list(moved.values())})
 
 
 def now(executor: Executor) -> datetime:
@@ -186,7 +391,7 @@ def now(executor: Executor) -> datetime:
 def lock(executor: Executor, name: str) -> StoredSchedule | None:
     """Lock one schedule until the transaction ends."""
     rows = executor.fetch(_sql(LOCK), {"name": name})
-    return read(rows[0]) if rows else None
+    return shown(rows[0]) if rows else None
 
 
 def put(executor: Executor, schedule: StoredSchedule) -> bool:
@@ -225,15 +430,19 @@ def set_fault(executor: Executor, name: str, fault: str, *, pause: float) -> boo
     return bool(executor.fetch(FAULT, {"name": name, "fault": storable(fault, 2000), "pause": pause})[0].news)
 
 
-def page_of(executor: Executor, *, after: str = "", page: int = 500) -> list[StoredSchedule]:
-    """Schedules in the order of their names, beginning after `after`."""
-    return [read(row) for row in executor.fetch(_sql(LIST, page), {"after": after})]
+def page_of(
+    executor: Executor, *, after: str = "", page: int = 500, prefix: str = "", task: str | None = None,
+    owner: str | None = None, paused: bool | None = None,
+) -> list[StoredSchedule]:  # fmt: skip
+    """Schedules in the order of their names, beginning after `after`; None lets every one pass."""
+    parameters = {"after": after, "prefix": prefix, "task": task, "owner": owner, "paused": paused}
+    return [shown(row) for row in executor.fetch(_sql(LIST, page), parameters)]
 
 
 def get(executor: Executor, name: str) -> StoredSchedule | None:
     """One schedule by name."""
     rows = executor.fetch(_sql(GET), {"name": name})
-    return read(rows[0]) if rows else None
+    return shown(rows[0]) if rows else None
 
 
 def delete(executor: Executor, name: str) -> bool:
@@ -241,14 +450,38 @@ def delete(executor: Executor, name: str) -> bool:
     return bool(executor.fetch(DELETE, {"name": name}))
 
 
+def shown(row: Row) -> StoredSchedule:
+    """As :func:`read`, for a list: a row that cannot be read is shown with the reason as its fault."""
+    try:
+        return read(row)
+    except InvalidSchedule as exc:
+        empty = {"args": "[]", "kwargs": "{}", "options": "{}", "policy": "{}", "not_run": "{}"}
+        return replace(read(SimpleNamespace(**{**row._asdict(), **empty})), fault=str(exc))
+
+
 def read(row: Row) -> StoredSchedule:
-    """Make a value of a row."""
+    """Make a value of a row.
+
+    Raises:
+        InvalidSchedule: its JSON is beyond what Python reads, or of the wrong kind.
+    """
     cursor = utc(row.cursor)
     assert cursor is not None
+    values: dict[str, Any] = {}
+    for name, kind in (("args", list), ("kwargs", dict), ("options", dict), ("policy", dict), ("not_run", dict)):
+        try:
+            values[name] = json.loads(getattr(row, name))
+        except (ValueError, RecursionError) as exc:
+            raise InvalidSchedule(f"{name} of schedule {row.name!r} cannot be read: {exc}") from exc
+        if not isinstance(values[name], kind):
+            raise InvalidSchedule(
+                f"{name} of schedule {row.name!r} must be a JSON {'array' if kind is list else 'object'}."
+            )
     return StoredSchedule(
         name=row.name, task=row.task, kind=row.kind, text=row.text, tz=row.tz, anchor=utc(row.anchor),
-        args=json.loads(row.args), kwargs=json.loads(row.kwargs), options=json.loads(row.options),
-        policy=json.loads(row.policy), owner=row.owner, fingerprint=row.fingerprint, enabled=row.enabled,
-        cursor=cursor, next_at=utc(row.next_at), fired=row.fired, last_fired_at=utc(row.last_fired_at),
-        fault=row.fault,
+        owner=row.owner, fingerprint=row.fingerprint, enabled=row.enabled,
+        cursor=cursor, next_at=utc(row.next_at), paused_at=utc(row.paused_at), paused_until=utc(row.paused_until),
+        paused_by=row.paused_by, paused_note=row.paused_note,
+        last_id=None if row.last_id is None else UUID(str(row.last_id)), queued=row.queued, fired=row.fired,
+        last_fired_at=utc(row.last_fired_at), fault=row.fault, **values,
     )  # fmt: skip

@@ -44,6 +44,8 @@ class NewTimer:
     tenant: str | None = None
     schedule: str | None = None
     nominal: datetime | None = None
+    reason: str | None = None
+    """Why the schedule made it."""
     replay_of: UUID | None = None
     attempt: int = 0
     """Attempts that were made before there was a timer: of a call that was published directly."""
@@ -63,7 +65,7 @@ class NewTimer:
             "exchange": self.exchange, "routing_key": self.routing_key, "queue": self.queue,
             "due_at": self.due_at, "delay": self.delay, "expires_at": self.expires_at,
             "task_id": None if self.task_id == str(self.id) else self.task_id,
-            "key": self.key, "tenant": self.tenant, "schedule": self.schedule, "nominal": self.nominal,
+            "key": self.key, "tenant": self.tenant, "schedule": self.schedule, "nominal": self.nominal, "reason": self.reason,
             "replay_of": None if self.replay_of is None else str(self.replay_of), "announced": ANNOUNCED,
             "attempt": self.attempt, "carried_key": self.carried_key,
         }  # fmt: skip
@@ -93,7 +95,8 @@ class Found:
 
 
 _CALL_COLUMNS = """id, timer_id, task, leased, body, content_type, content_encoding, headers, properties,
-    exchange, routing_key, queue, task_id, key, carried_key, tenant, schedule, nominal, replay_of"""
+    exchange, routing_key, queue, task_id, key, carried_key, tenant, schedule, nominal, reason,
+    replay_of"""
 
 _CALL_VALUES = """%(task)s::text, %(leased)s::boolean, %(body)s::bytea, %(content_type)s::text,
     %(content_encoding)s::text, %(headers)s::json, %(properties)s::json, %(exchange)s::text, %(routing_key)s::text,
@@ -112,7 +115,7 @@ INSERT = f"""
 with new_call as (
     insert into {{schema}}.call ({_CALL_COLUMNS})
     values (%(id)s::uuid, %(id)s::uuid, {_CALL_VALUES}, %(task_id)s::text, %(key)s::text, %(carried_key)s::text,
-            %(tenant)s::text, %(schedule)s::text, %(nominal)s::timestamptz, %(replay_of)s::uuid)
+            %(tenant)s::text, %(schedule)s::text, %(nominal)s::timestamptz, %(reason)s::text, %(replay_of)s::uuid)
     on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at, attempt)
@@ -149,6 +152,33 @@ union all
 select null, null, {_ANNOUNCE} from first
 """
 
+# Purpose: store the timers of occurrences, of any tasks; the ids back are the new ones.  Index, locks: as INSERT_MANY.
+# One NOTIFY for all, with the earliest.  The arrays are parallel.
+INSERT_OCCURRENCES = f"""
+with item as (
+    select * from unnest(%(ids)s::uuid[], %(keys)s::text[], %(tasks)s::text[], %(leaseds)s::boolean[],
+                         %(bodies)s::bytea[], %(content_types)s::text[], %(content_encodings)s::text[],
+                         %(headers)s::json[], %(properties)s::json[], %(exchanges)s::text[], %(routing_keys)s::text[],
+                         %(queues)s::text[], %(schedules)s::text[], %(nominals)s::timestamptz[], %(reasons)s::text[],
+                         %(due_ats)s::timestamptz[], %(expires_ats)s::timestamptz[])
+             as u(id, key, task, leased, body, content_type, content_encoding, headers, properties, exchange,
+                  routing_key, queue, schedule, nominal, reason, due_at, expires_at)),
+new_call as (
+    insert into {{schema}}.call (id, timer_id, task, leased, body, content_type, content_encoding, headers,
+                                 properties, exchange, routing_key, queue, key, schedule, nominal, reason)
+    select id, id, task, leased, body, content_type, content_encoding, headers, properties, exchange, routing_key,
+           queue, key, schedule, nominal, reason
+    from item order by key, id on conflict do nothing returning id),
+new_timer as (
+    insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
+    select id, id, due_at, greatest(due_at, {{schema}}.clock()), expires_at from new_call join item using (id)
+    returning id, due_at, wake_at),
+first as (select min(wake_at) as wake_at from new_timer)
+select id, null from new_timer
+union all
+select null, {_ANNOUNCE} from first
+"""
+
 # Purpose: give the waiting timer that holds the key a new message and due time.  Index: call_key, then primary keys.
 # Locks: the timer's row.  No row back: the holder is not waiting, or this very replacement was made before.
 # The key stays with the first call row; the message between them is referred to by nothing any more.
@@ -159,7 +189,7 @@ with held as (
 new_call as (
     insert into {{schema}}.call ({_CALL_COLUMNS})
     select %(id)s::uuid, held.id, {_CALL_VALUES}, %(task_id)s::text, null, null, held.tenant,
-           null, null, null from held on conflict do nothing returning id),
+           null, null, null, null from held on conflict do nothing returning id),
 superseded as (
     delete from {{schema}}.call c using held, new_call where c.id = held.call_id and c.id <> held.id)
 update {{schema}}.timer t
@@ -289,6 +319,21 @@ def insert_many(
         },
     )  # fmt: skip
     return {UUID(str(row.id)): row.due_at.astimezone(timezone.utc) for row in rows if row.id is not None}
+
+
+def insert_occurrences(executor: Executor, occurrences: Sequence[NewTimer]) -> set[UUID]:
+    """Store the timers of occurrences, each with a due instant and a key; returns the ids of those that are new."""
+    if not occurrences:
+        return set()
+    columns = [each.parameters() for each in occurrences]
+    names = (
+        "id", "key", "task", "leased", "body", "content_type", "content_encoding", "headers", "properties", "exchange",
+        "routing_key", "queue", "schedule", "nominal", "reason", "due_at", "expires_at",
+    )  # fmt: skip
+    plural = {"body": "bodies", "headers": "headers", "properties": "properties"}
+    arrays = {plural.get(name, f"{name}s"): [each[name] for each in columns] for name in names}
+    rows = executor.fetch(INSERT_OCCURRENCES, {**arrays, "announced": ANNOUNCED})
+    return {UUID(str(row.id)) for row in rows if row.id is not None}
 
 
 def find(executor: Executor, identity: UUID | str) -> Found | None:

@@ -124,7 +124,9 @@ def test_only_the_newest_missed_occurrence_runs(app: Celery, start: Start, publi
 
 def test_catchup_words_stand_in_the_entry(start: Start, published: Published) -> None:
     noon = utc("2026-03-02T12:00:00")
-    beat = start(noon, every=entry(10, catchup="all"), none=entry(600, catchup="none"))
+    beat = start(
+        noon, every=entry(10, durable={"catchup": "all"}), none=entry(600, options={"durable": {"catchup": "none"}})
+    )
     beat.at(noon + timedelta(seconds=1999))
     published.collect()
     assert [name for name, _ in published.nominals] == ["every"] * 199

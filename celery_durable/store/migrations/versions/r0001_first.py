@@ -49,6 +49,7 @@ create table call (
     properties json not null,
     tenant text,
     schedule text,
+    reason text,                       -- why the schedule made it: schedule, catchup, trigger, backfill
     replay_of uuid,
     body bytea not null                -- bytes: NUL, NaN, surrogates, pickle and msgpack must pass
 )
@@ -158,6 +159,7 @@ create table attempt (
 )
 """
 
+# What plain SQL need not say has a default; `next_at` is a cache that the beats fill in.
 SCHEDULE = """
 create table schedule (
     name text primary key,
@@ -166,16 +168,24 @@ create table schedule (
     text text not null,
     tz text,
     anchor timestamptz,
-    args json not null,
-    kwargs json not null,
-    options json not null,
-    policy json not null,              -- catchup, deadline, overlap, jitter, start, end, max_runs
-    owner text not null,               -- code, api
-    fingerprint text not null,
+    args json not null default '[]',
+    kwargs json not null default '{}',
+    options json not null default '{}',
+    policy json not null default '{}', -- catchup, deadline, overlap, jitter, start, end, max_runs
+    owner text not null default 'api', -- code, api
+    fingerprint text not null default '',
+    edition integer not null default 0, -- raised by the product's own writes: anything else is an edit by plain SQL
     enabled boolean not null default true,
-    cursor timestamptz not null,       -- the nominal time of the newest settled occurrence
+    paused_at timestamptz,
+    paused_until timestamptz,
+    paused_by text,
+    paused_note text,
+    cursor timestamptz not null default clock(), -- the nominal time of the newest settled occurrence
     next_at timestamptz,               -- a cache of f(specification, zone, cursor); null: never again
+    last_id uuid,                      -- the newest occurrence's timer: is it still running?
+    queued integer not null default 0, -- occurrences that wait for the one before to end
     fired bigint not null default 0,
+    not_run json not null default '{}', -- how many did not, by reason
     last_fired_at timestamptz,
     fault text,                        -- why it cannot be loaded
     created_at timestamptz not null default clock(),
@@ -183,12 +193,51 @@ create table schedule (
 )
 """
 
+# An edit by plain SQL takes effect at once: the row is due, and a beat computes anew when it comes due.
+# A new rhythm, a switch on and the end of a pause begin now: what lies before is no backlog.
+EDITED = """
+create function schedule_edited() returns trigger language plpgsql as $$
+declare
+    present timestamptz;
+begin
+    if tg_op = 'INSERT' then
+        if new.edition > 0 then
+            return new;
+        end if;
+    elsif new.edition <> old.edition or (
+        (new.kind, new.text, new.tz, new.anchor, new.enabled, new.paused_at, new.paused_until, new.policy::text)
+        is not distinct from
+        (old.kind, old.text, old.tz, old.anchor, old.enabled, old.paused_at, old.paused_until, old.policy::text)
+    ) then
+        return new;
+    end if;
+    execute format('select %I.clock()', tg_table_schema) into present;
+    if tg_op = 'UPDATE' and (
+        (new.kind, new.text, new.tz, new.anchor, new.enabled) is distinct from
+        (old.kind, old.text, old.tz, old.anchor, old.enabled) or (old.paused_at is not null and new.paused_at is null)
+    ) then
+        new.cursor := greatest(new.cursor, present);
+        new.fault := null;
+    end if;
+    new.next_at := present;
+    new.updated_at := present;
+    perform pg_notify(tg_table_schema, 'schedule');
+    return new;
+end $$
+"""
+
+EDITED_TRIGGERS = (
+    "create trigger inserted before insert on schedule for each row execute function schedule_edited()",
+    "create trigger edited before update of kind, text, tz, anchor, policy, enabled, paused_at, paused_until "
+    "on schedule for each row execute function schedule_edited()",
+)
+
 OCCURRENCE = """
 create table occurrence (
     schedule text not null,
     nominal timestamptz not null,
     noted_at timestamptz not null default clock(),
-    reason text not null,
+    reason text not null,              -- why it did not run; queued, backfill: it waits for the one before to end
     primary key (schedule, nominal)
 )
 """
@@ -201,18 +250,20 @@ create table beat (
     version text not null,
     started_at timestamptz not null default clock(),
     seen_at timestamptz not null default clock(),
-    dispatched bigint not null default 0
+    dispatched bigint not null default 0,
+    code text                          -- digest of the recurring entries in its program
 )
 """
 
 INDEXES = (
     "create unique index call_key on call (key) where key is not null",
     "create index call_task_id on call (task_id) where task_id is not null",
+    "create index call_schedule on call (schedule, nominal) where schedule is not null",
     "create index call_replaced on call (timer_id) where timer_id <> id",
     "create index timer_wake on timer (shard, wake_at)",
     "create index outcome_finished on outcome (finished_at)",
     "create index attempt_timer on attempt (timer_id)",
-    "create index occurrence_noted on occurrence (noted_at)",
+    "create index occurrence_noted on occurrence (noted_at) where reason not in ('queued', 'backfill')",
     "create index schedule_next on schedule (next_at) where enabled",
 )
 
@@ -225,7 +276,7 @@ SEED = """insert into meta (name, value) values ('schema_major', '1'), ('shards'
 
 def upgrade() -> None:
     """Create everything."""
-    for statement in (CLOCK, READABLE, FENCE, *TABLES, *INDEXES, SEED):
+    for statement in (CLOCK, READABLE, FENCE, *TABLES, *INDEXES, EDITED, *EDITED_TRIGGERS, SEED):
         op.execute(statement)
 
 
@@ -233,6 +284,7 @@ def downgrade() -> None:
     """Remove everything: the timers are gone with it."""
     for statement in reversed(TABLES):
         op.execute("drop table " + statement.split()[2])
+    op.execute("drop function schedule_edited()")
     op.execute("drop sequence fence")
     op.execute("drop function clock()")
     op.execute("drop function readable(timestamptz)")
