@@ -157,6 +157,21 @@ class InlineBeat:
         self.turn(2)
 
 
+#: Begins a beat at an instant, with the program's entries.
+Start = Callable[..., InlineBeat]
+
+
+def entry(when: Any, **rest: Any) -> dict[str, Any]:
+    """An entry of ``beat_schedule``."""
+    return {"task": "beating.plain", "schedule": when, **rest}
+
+
+def nominals(published: Published) -> list[str]:
+    """The nominal times published so far."""
+    published.collect()
+    return [at for _, at in published.nominals]
+
+
 @contextmanager
 def inline_beat(
     app: Celery, entries: Mapping[str, Any] | None = None, publisher: Publisher | None = None

@@ -26,6 +26,7 @@ from celery_durable.beat.link import Link
 from celery_durable.beat.occurrences import Occurrences
 from celery_durable.beat.sweeps import Sweeper
 from celery_durable.beat.wakeup import Wakeup
+from celery_durable.beat.zone_watch import ZoneWatch
 from celery_durable.core.pacing import Clock, HeldUp, Outage, Watermark, jittered
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.messages.delivery import BrokerUnavailable, Publisher
@@ -68,6 +69,7 @@ class Loop:
         self._dispatcher = Dispatcher(self._link, publisher, self._settings, self._broker, self._clock)
         self._sweeper = Sweeper(self._link, self._dispatcher, self._broker, self._settings)
         self._occurrences: Occurrences | None = None
+        self._zones = ZoneWatch(self._link, lambda: None)
         self._entries: tuple[dict[str, entries.Entry], set[str]] = {}, set()
         self._sync_at = inf
         self._watermarks: dict[int, Watermark] = {}
@@ -154,6 +156,7 @@ class Loop:
         synced = self._link.transact(lambda executor: entries.sync(executor, good, bad))
         self._sync_at = inf if synced else time.monotonic() + SYNC_AGAIN
         self._occurrences = Occurrences(self._app, self._link, self._settings, good)
+        self._zones = ZoneWatch(self._link, self._occurrences.forget)
         if not synced:
             logger.warning("A beat with later recurring entries runs: those of this program wait until it has ended.")
 
@@ -175,6 +178,7 @@ class Loop:
         self._look_at_shards()
         if time.monotonic() >= self._sync_at:
             self._sync_entries()
+        self._zones.turn()
         self._occurrences.turn()
         until = jittered(self._settings.poll_interval, random)
         try:

@@ -74,6 +74,10 @@ class Occurrences:
         """Look at the next turn: a schedule has changed."""
         self._look_at = float("-inf")
 
+    def forget(self) -> None:
+        """Read all recurrences anew: the time zone data has changed."""
+        self._read.clear()
+
     def turn(self) -> None:
         """Settle one page of due schedules if it is time.
 

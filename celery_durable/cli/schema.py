@@ -10,8 +10,9 @@ from sqlalchemy.exc import DBAPIError
 
 from celery_durable.cli.output import facts, plain
 from celery_durable.cli.session import DONE, FAILED, Session, operates
+from celery_durable.core import zone_data
 from celery_durable.errors import SchemaMismatch
-from celery_durable.store import meta, migrations
+from celery_durable.store import meta, migrations, schedules
 from celery_durable.store.database import MIGRATE, Database
 
 
@@ -54,9 +55,14 @@ def check(session: Session) -> int:
         found,
         lambda: facts([
             ("schema", database.schema), ("status", found["status"]), ("revision", plain(found["revision"])),
-            ("newest", found["head"]),
+            ("newest", found["head"]), ("time zones", found["zone_data"]),
         ]),
     )  # fmt: skip
+    for zone in found["zones_differing"]:
+        session.out.note(
+            f"Time zone {zone} differs between the system's data, which is used, and the tzdata package: "
+            "update the older of them, on every machine that runs a beat."
+        )
     if found["ok"]:
         return DONE
     session.out.error(found["problem"])
@@ -67,6 +73,7 @@ def _found(database: Database, app_name: str | None) -> dict[str, Any]:
     revision, head = migrations.current(database), migrations.head(database)
     found: dict[str, Any] = {
         "ok": False, "status": "ok", "schema": database.schema, "revision": revision, "head": head, "problem": None,
+        "zone_data": zone_data.source(), "zones_differing": [],
     }  # fmt: skip
     if revision is None:
         return found | {"status": "missing", "problem": f"There is no schema {database.schema!r}. Run: {MIGRATE}"}
@@ -79,7 +86,9 @@ def _found(database: Database, app_name: str | None) -> dict[str, Any]:
         problem = f"Schema {database.schema!r} is at revision {revision}, this code knows {head}. Run: {MIGRATE}"
         return found | {"status": "behind", "problem": problem}
     problem = _problem(meta.verify, database, app_name)
-    return found | ({"ok": True} if problem is None else {"status": "mismatch", "problem": problem})
+    if problem is not None:
+        return found | {"status": "mismatch", "problem": problem}
+    return found | {"ok": True, "zones_differing": zone_data.differing(database.run(schedules.zones))}
 
 
 def _problem(judge: Any, *args: Any, **kwargs: Any) -> str | None:

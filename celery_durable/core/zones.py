@@ -166,6 +166,11 @@ def _of_tzinfo(tz: tzinfo) -> Zone:
     return Zone(tz)
 
 
+def forget() -> None:
+    """Make zones anew from now on; see :func:`celery_durable.core.zone_data.forget`."""
+    _of_tzinfo.cache_clear()
+
+
 def as_zone(tz: str | tzinfo | Zone) -> Zone:
     """The zone meant by an IANA name or a tzinfo object of any of the usual libraries.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -14,53 +13,7 @@ from celery.schedules import BaseSchedule, crontab, schedule, solar
 from celery_durable import InvalidSchedule, schedules
 from celery_durable.recurrence import Every
 from celery_durable.store.database import Database
-from tests.beats import InlineBeat, Published, inline_beat, make_app, migrate, rows, set_clock, utc
-from tests.servers.brokers import ValkeyServer
-
-Start = Callable[..., InlineBeat]
-
-
-@pytest.fixture
-def app(database_url: str, valkey: ValkeyServer) -> Iterator[Celery]:
-    valkey.client().flushall()
-    app = make_app(database_url, valkey.url, timezone="Europe/Berlin")
-    app.set_current()
-    yield app
-    app.close()
-    Database.of(app).close()
-
-
-@pytest.fixture
-def published(valkey: ValkeyServer) -> Published:
-    return Published(valkey.url)
-
-
-@pytest.fixture
-def start(app: Celery) -> Iterator[Start]:
-    """Begin a beat at an instant, with entries of code."""
-    beats = []
-
-    def begin(at: datetime | None = None, **entries: Any) -> InlineBeat:
-        if at is not None:
-            set_clock(app, at)
-        beat = inline_beat(app, entries)
-        beats.append(beat)
-        inline = beat.__enter__()
-        inline.turn()
-        return inline
-
-    yield begin
-    for each in beats:
-        each.__exit__(None, None, None)
-
-
-def entry(when: Any, **rest: Any) -> dict[str, Any]:
-    return {"task": "beating.plain", "schedule": when, **rest}
-
-
-def nominals(published: Published) -> list[str]:
-    published.collect()
-    return [at for _, at in published.nominals]
+from tests.beats import Published, Start, entry, migrate, nominals, rows, set_clock, utc
 
 
 class Odd(BaseSchedule):
