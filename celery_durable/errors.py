@@ -30,7 +30,11 @@ class SchemaMismatch(DurableError):
 
 
 class DatabaseUnavailable(DurableError):
-    """Postgres cannot be reached, or went away in the middle of a statement."""
+    """Postgres cannot be reached, went away in the middle of a statement, or refuses for now.
+
+    For now: a server that only reads after a failover, a lock or a time limit, a conflict.
+    In a transaction of the caller's own the last two stay the driver's errors.
+    """
 
 
 class LeaseLost(DurableError):

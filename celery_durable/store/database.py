@@ -6,14 +6,16 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psycopg
 from psycopg import errors as pg
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.settings import Settings
@@ -24,7 +26,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What :meth:`Database.run` may raise through no fault of whoever called it.
+DATABASE_ERRORS = (DatabaseUnavailable, SchemaMismatch, psycopg.Error)
+
 MIGRATE = "celery -A <your app> durable migrate"
+
+#: Longest wait of a worker's statement for a lock, and longest time of the statement, as parts of the lease: another
+#: try fits into the lease that the statement is about.
+LOCK_SHARE, STATEMENT_SHARE = 1 / 6, 1 / 3
+
+#: Marks a pooled connection whose statements are limited.
+_BOUNDED = "celery_durable_bounded"
 
 _databases: weakref.WeakKeyDictionary[Celery, Database] = weakref.WeakKeyDictionary()
 
@@ -75,6 +87,7 @@ class Database:
                 self.url, isolation_level="AUTOCOMMIT", pool_size=2, max_overflow=30,
                 pool_timeout=self.settings.connect_timeout, connect_args=self._connect_args("celery-durable"),
             )  # fmt: skip
+            event.listen(self._engine, "connect", lambda connection, _: self._isolate(connection))
             self._pid = os.getpid()
         return self._engine
 
@@ -90,11 +103,32 @@ class Database:
             "prepare_threshold": 5 if self.settings.prepared_statements else None,
         }
 
-    def connect(self, name: str) -> psycopg.Connection[Any]:
+    def _isolate(self, connection: psycopg.Connection[Any]) -> None:
+        """READ COMMITTED, whatever the database's default is: each statement looks at the rows as they are now.
+
+        By a statement, not by a start-up option, which poolers refuse.  A pooler in transaction mode would hand
+        the session's setting on to other clients: behind one only our transactions are safe from the default,
+        and a statement that meets a conflict is run again.
+        """
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        if self.settings.prepared_statements:
+            connection.execute("set session characteristics as transaction isolation level read committed")
+
+    def _bound(self, connection: psycopg.Connection[Any]) -> None:
+        """Let no statement of a worker wait for a lock, or run, for as long as the lease that it is about."""
+        if self.settings.prepared_statements:
+            lock, statement = self.settings.lease * LOCK_SHARE, self.settings.lease * STATEMENT_SHARE
+            connection.execute(
+                "select set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false)",
+                (_milliseconds(lock), _milliseconds(statement)),
+            )
+
+    def connect(self, name: str, *, bounded: bool = False) -> psycopg.Connection[Any]:
         """Open a connection of one's own, in autocommit, outside the pool.
 
         Arguments:
             name: shown as ``application_name`` in ``pg_stat_activity``.
+            bounded: limit its statements, and their waits for locks, to parts of the lease.
 
         Raises:
             DatabaseUnavailable: when Postgres cannot be reached.
@@ -106,35 +140,55 @@ class Database:
         # The query's word counts: postgresql+psycopg://user@/db?host=/var/run/postgresql is SQLAlchemy's form for sockets.
         arguments: dict[str, Any] = {**named, **url.query, **self._connect_args(name)}
         with translated():
-            return psycopg.connect(autocommit=True, **arguments)
+            connection = psycopg.connect(autocommit=True, **arguments)
+            self._isolate(connection)
+            if bounded:
+                self._bound(connection)
+            return connection
 
-    def run(self, operation: Callable[[Executor], T]) -> T:
-        """Run an operation on a pooled connection, once more if the connection turns out to be dead.
+    def run(self, operation: Callable[[Executor], T], *, bounded: bool = False) -> T:
+        """Run an operation on a pooled connection, once more if the connection is dead or a conflict undid it.
 
         The second try is safe because operations are repeatable: a statement names
         the state it expects, and an insert carries the id it makes.
 
+        Arguments:
+            operation: what to run.
+            bounded: as for :meth:`connect`; the connection stays so for later operations of this process.
+
         Raises:
-            DatabaseUnavailable: when Postgres cannot be reached.
+            DatabaseUnavailable: when Postgres cannot be reached, or refuses for now.
             SchemaMismatch: when the tables are missing.
         """
         for last in (False, True):
-            with translated():
+            with translated(passing=True):
                 pooled = self.engine.raw_connection()
-                connection = cast(psycopg.Connection[Any], pooled.driver_connection)
                 try:
-                    return operation(PsycopgExecutor(connection, self.schema))
-                except psycopg.OperationalError:
-                    if not connection.closed:
+                    return operation(PsycopgExecutor(self._prepared(pooled, bounded), self.schema))
+                except psycopg.Error as exc:
+                    if not self._dropped(pooled, exc) and not (exc.sqlstate or "").startswith("40"):
                         raise
-                    # One dead connection means a restart: its siblings in the pool are dead as well.
-                    pooled.invalidate()
-                    self.engine.dispose()
                     if last:
                         raise
                 finally:
                     pooled.close()
         raise AssertionError("unreachable")
+
+    def _prepared(self, pooled: PoolProxiedConnection, bounded: bool) -> psycopg.Connection[Any]:
+        connection = cast(psycopg.Connection[Any], pooled.driver_connection)
+        if bounded and _BOUNDED not in pooled.info:
+            self._bound(connection)
+            pooled.info[_BOUNDED] = True
+        return connection
+
+    def _dropped(self, pooled: PoolProxiedConnection, error: psycopg.Error) -> bool:
+        """Drop a connection that leads nowhere, and its siblings: they are of the same server."""
+        connection = cast(psycopg.Connection[Any], pooled.driver_connection)
+        if not connection.closed and not isinstance(error, pg.ReadOnlySqlTransaction):
+            return False
+        pooled.invalidate()
+        self.engine.dispose()
+        return True
 
     def transact(self, operation: Callable[[Executor], T]) -> T:
         """As :meth:`run`, with all statements of the operation in one transaction."""
@@ -158,9 +212,44 @@ class Database:
             self._engine.dispose()
 
 
+class Trouble(Enum):
+    """What an error of the driver means for whoever wants the statement done."""
+
+    AWAY = "away"
+    """The server is gone, ends, has no room, or only reads: another connection, in a while."""
+    PASSING = "passing"
+    """A lock, a limit, a conflict: nothing was changed, and the same statement may work in a moment."""
+    LASTING = "lasting"
+    """A wrong statement, a missing right, a broken rule: trying again changes nothing."""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Trouble:
+        """Classify an error by its SQLSTATE."""
+        if not isinstance(error, psycopg.Error):
+            return cls.LASTING
+        code = error.sqlstate
+        if code is None:  # libpq itself gave up
+            away = isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+            return cls.AWAY if away else cls.LASTING
+        if code.startswith(_AWAY):
+            return cls.AWAY
+        return cls.PASSING if code.startswith(_PASSING) else cls.LASTING
+
+
+# 08 connection, 53 resources, 57P shutdown, 58 system; 25006: a standby, or a primary that has become one;
+# 25P03, 25P04: the session or its transaction was ended for its age.
+_AWAY = ("08", "53", "57P", "58", "25006", "25P03", "25P04")
+# 40 deadlock and serialisation, 55P03 lock timeout, 57014 statement timeout or an operator's cancel.
+_PASSING = ("40", "55P03", "57014")
+
+
 @contextmanager
-def translated() -> Iterator[None]:
-    """Turn the driver's errors that have a cure into ours; leave the others as they are."""
+def translated(*, passing: bool = False) -> Iterator[None]:
+    """Turn the driver's errors that have a cure into ours; leave the others as they are.
+
+    Arguments:
+        passing: what may work in a moment, too.  Not where a transaction is the caller's: he alone can run it again.
+    """
     try:
         yield
     except (psycopg.Error, DBAPIError, PoolTimeout, NoSuchModuleError) as exc:
@@ -169,17 +258,18 @@ def translated() -> Iterator[None]:
             raise SchemaMismatch(
                 f"The tables of celery-durable are missing or of another version ({_line(cause)}). Run: {MIGRATE}"
             ) from exc
-        if isinstance(cause, PoolTimeout) or (isinstance(cause, psycopg.Error) and unreachable(cause)):
+        trouble = Trouble.AWAY if isinstance(cause, PoolTimeout) else Trouble.of(cause)
+        if isinstance(cause, pg.ReadOnlySqlTransaction):
+            raise DatabaseUnavailable(f"Postgres takes no changes here: {_line(cause)}") from exc
+        if trouble is Trouble.AWAY:
             raise DatabaseUnavailable(f"Postgres cannot be reached: {_line(cause)}") from exc
+        if trouble is Trouble.PASSING and passing:
+            raise DatabaseUnavailable(f"Postgres refuses for now: {_line(cause)}") from exc
         raise
 
 
-def unreachable(error: psycopg.Error) -> bool:
-    """True when the server or the connection to it is gone; a deadlock or a serialisation failure is not that."""
-    if not isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-        return False
-    # Class 08 connection, 53 resources, 57P shutdown; no code at all: libpq itself gave up.
-    return error.sqlstate is None or error.sqlstate.startswith(("08", "53", "57P"))
+def _milliseconds(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"
 
 
 def _line(error: BaseException | None) -> str:
