@@ -105,8 +105,13 @@ on conflict (id) do update set fence = excluded.fence, until = excluded.until wh
 returning id
 """
 
-# Purpose: is the lease still ours.  Index: primary key.  Locks: none.  Fence: named.
-HOLDS = """select id from {schema}.run where id = %(id)s::uuid and fence = %(fence)s"""
+# Purpose: is the lease still ours.  Index: primary keys of run and renewal.  Locks: none.  Fence: named.
+# Not when it has expired: the sweep that ends it may come at any moment, and be followed by another attempt.
+HOLDS = """
+select r.id from {schema}.run r left join {schema}.renewal n on n.id = r.id and n.fence = r.fence
+where r.id = %(id)s::uuid and r.fence = %(fence)s and r.state in ('running', 'finishing')
+  and greatest(r.deadline, n.until) > {schema}.clock()
+"""
 
 # Purpose: the delivery that had this timer's message died before it took the lease: dispatch it again now.
 # Index: primary key.  Locks: the row.  Fence: a fresh one: a beat that has not marked its dispatch yet must not put
@@ -294,7 +299,7 @@ def renew(executor: Executor, leases: Sequence[tuple[UUID, str]], *, seconds: fl
 
 
 def holds(executor: Executor, timer_id: UUID, fence: int) -> bool:
-    """Whether the lease with this fence is still the valid one."""
+    """Whether the lease with this fence is the valid one, and has not expired."""
     return bool(executor.fetch(HOLDS, {"id": str(timer_id), "fence": fence}))
 
 

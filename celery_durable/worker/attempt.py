@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from celery_durable.messages.rendering import own_headers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor
 from celery_durable.store.timers import NewTimer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -85,18 +88,44 @@ class Attempt:
         raise NotImplementedError
 
 
-def patiently(database: Database, operation: Callable[[Executor], T], seconds: float) -> T:
-    """Run an operation, waiting for Postgres to come back if it is away.
+def patiently(
+    database: Database,
+    operation: Callable[[Executor], T],
+    seconds: float,
+    *,
+    ours: Callable[[Executor], bool] | None = None,
+) -> T:
+    """Run an operation, waiting for Postgres to come back if it is away, or to let us in if it refuses for now.
+
+    Arguments:
+        database: where.
+        operation: what to run; it may be run again after an answer that was lost.
+        seconds: how long to wait.
+        ours: whether the lease that the operation ends is still ours: as long as it is, the waiting begins anew.
 
     Raises:
-        DatabaseUnavailable: it was not back within `seconds`.
+        DatabaseUnavailable: it was not back in time.
         SchemaMismatch: the tables are missing; waiting would not help.
     """
     deadline = time.monotonic() + seconds
+    told = False
     while True:
         try:
-            return database.run(operation)
-        except DatabaseUnavailable:
-            if time.monotonic() >= deadline:
+            return database.run(operation, bounded=True)
+        except DatabaseUnavailable as exc:
+            if not told:
+                logger.warning("%s. Trying again.", exc)
+            told = True
+            now = time.monotonic()
+            if ours is not None and _answers(database, ours):
+                deadline = now + seconds
+            elif now >= deadline:
                 raise
             time.sleep(_PAUSE)
+
+
+def _answers(database: Database, question: Callable[[Executor], bool]) -> bool:
+    try:
+        return database.run(question, bounded=True)
+    except DatabaseUnavailable:
+        return False

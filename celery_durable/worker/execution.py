@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+import psycopg
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
@@ -177,7 +178,7 @@ def _failed_directly(run: DirectRun, policy: RetryPolicy, error: Exception) -> B
     delay = policy.delay(run.number)
     try:
         run.store(run.prepare(run.again()), delay=delay)
-    except (DurableError, TypeError):
+    except (DurableError, psycopg.Error, TypeError):
         # The failure itself is what the caller must learn.
         logger.exception("No retry of %s[%s] could be stored; it has failed.", run.task.name, run.task.request.id)
         return error

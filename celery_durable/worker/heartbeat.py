@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -20,7 +21,7 @@ from celery.worker import state
 
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.store import meta, runs
-from celery_durable.store.database import Database, translated
+from celery_durable.store.database import DATABASE_ERRORS, Database, Trouble, translated
 from celery_durable.store.executor import Executor, PsycopgExecutor
 from celery_durable.worker.delivery import DELIVERIES, Delivery
 from celery_durable.worker.native import Switch, start_thread
@@ -77,7 +78,7 @@ class Heartbeat:
     def _try_to_beat(self) -> None:
         try:
             self.beat()
-        except (DatabaseUnavailable, SchemaMismatch, psycopg.Error) as exc:
+        except DATABASE_ERRORS as exc:
             self._disconnect()
             if not self._failing:
                 logger.error("Leases cannot be renewed: %s. Trying again until it works.", exc)
@@ -98,11 +99,21 @@ class Heartbeat:
             return
         with translated():
             if self._connection is None or self._connection.closed:
-                self._connection = self._database.connect("celery-durable heartbeat")
+                self._connection = self._database.connect("celery-durable heartbeat", bounded=True)
             executor = PsycopgExecutor(self._connection, self._database.schema)
             pairs = [(each.timer_id, each.token) for each in wanted.values()]
-            held: set[UUID] = runs.renew(executor, pairs, seconds=self._database.settings.lease)
+            held = self._renewed(executor, pairs)
         self.kept = {token: each for token, each in wanted.items() if each.timer_id in held}
+
+    def _renewed(self, executor: Executor, pairs: Sequence[tuple[UUID, str]]) -> set[UUID]:
+        """Renew; once more if a sweep that clears old renewals was met halfway, each with what the other wanted."""
+        try:
+            return runs.renew(executor, pairs, seconds=self._database.settings.lease)
+        except psycopg.Error as exc:
+            if Trouble.of(exc) is not Trouble.PASSING:
+                raise
+            logger.debug("Leases were not renewed, trying once more: %s", exc)
+        return runs.renew(executor, pairs, seconds=self._database.settings.lease)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -166,8 +177,8 @@ class LeaseStep(bootsteps.StartStopStep):
             return sum(release(executor, each, "its worker was shut down") for each in left.values())
 
         try:
-            count = Database.of(parent.app).run(let_go)
-        except (DatabaseUnavailable, SchemaMismatch) as exc:
+            count = Database.of(parent.app).run(let_go, bounded=True)
+        except DATABASE_ERRORS as exc:
             logger.error("Runs are left to their leases: %s", exc)
         else:
             if count:

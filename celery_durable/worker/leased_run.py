@@ -14,9 +14,9 @@ from kombu.serialization import dumps, loads
 
 from celery_durable import calls
 from celery_durable.core.identity import new_id
-from celery_durable.errors import DatabaseUnavailable, DuplicateDelivery, SchemaMismatch
+from celery_durable.errors import DuplicateDelivery
 from celery_durable.store import runs
-from celery_durable.store.database import Database
+from celery_durable.store.database import DATABASE_ERRORS, Database
 from celery_durable.store.executor import Executor
 from celery_durable.store.runs import Failure, Held, Lease
 from celery_durable.store.timers import NewTimer
@@ -82,7 +82,8 @@ class LeasedRun(Attempt):
 
         try:
             lease = patiently(database, operation, settings.connect_timeout)
-        except (DatabaseUnavailable, SchemaMismatch) as exc:
+        except DATABASE_ERRORS as exc:
+            # Whatever it is, the body has not begun: it is not the task that has failed.
             logger.error("No lease of %s[%s], it is dispatched again later: %s", task.name, delivery.timer_id, exc)
             raise DuplicateDelivery("unavailable") from exc
         if isinstance(lease, str):
@@ -106,10 +107,10 @@ class LeasedRun(Attempt):
     @property
     def holds(self) -> bool:
         """Whether the lease is still the valid one."""
-        return patiently(
-            self.database, lambda executor: runs.holds(executor, self.lease.timer_id, self.lease.fence),
-            self.database.settings.connect_timeout,
-        )  # fmt: skip
+        return patiently(self.database, self._holds, self.database.settings.connect_timeout)
+
+    def _holds(self, executor: Executor) -> bool:
+        return runs.holds(executor, self.lease.timer_id, self.lease.fence)
 
     def succeed(self, value: Any) -> None:
         """The body has returned: finish, or keep the value until its callbacks are out.
@@ -207,10 +208,10 @@ class LeasedRun(Attempt):
             return False
 
         self.settled = True
-        # As long as the lease may last, the run is ours to settle.
+        # As long as the lease may last, the run is ours to settle: whoever gives up earlier has the body run again.
         try:
-            ours = patiently(self.database, settle, self.database.settings.lease)
-        except (DatabaseUnavailable, SchemaMismatch) as exc:
+            ours = patiently(self.database, settle, self.database.settings.lease, ours=self._holds)
+        except DATABASE_ERRORS as exc:
             logger.error("End of %s[%s] not stored, its lease will expire: %s", self.task.name, id, exc)
             raise DuplicateDelivery("unavailable") from exc
         if not ours:

@@ -21,9 +21,9 @@ from celery.worker.request import Request
 from kombu.utils.encoding import safe_repr, safe_str
 
 from celery_durable.core.states import State
-from celery_durable.errors import DatabaseUnavailable, DuplicateDelivery, SchemaMismatch
+from celery_durable.errors import DuplicateDelivery
 from celery_durable.store import runs, timers
-from celery_durable.store.database import Database
+from celery_durable.store.database import DATABASE_ERRORS, Database
 from celery_durable.store.executor import Executor, Row
 from celery_durable.worker.delivery import DELIVERIES, TOKEN, Delivery
 from celery_durable.worker.failure import carried
@@ -177,10 +177,15 @@ class DurableRequest(Request):
             )  # fmt: skip
             return State.DEAD
 
-        settled = self._in_database(settle)
-        if settled is State.DEAD:
-            return False
-        self._ready()
+        settled: float | State | None = None
+        try:
+            settled = self._in_database(settle)
+            if settled is State.DEAD:
+                return False
+        finally:
+            # Whatever happens, this request has ended: one that stays active is kept alive by the heartbeat.
+            if settled is not State.DEAD:
+                self._ready()
         if isinstance(settled, float):
             self._report_retry(error, settled, exc_info)
         else:
@@ -205,10 +210,13 @@ class DurableRequest(Request):
         logger.warning("%s[%s]: %s; next attempt in %.3g s.", self.name, self.id, error, delay)
 
     def _in_database(self, operation: Callable[[Executor], T]) -> T | None:
-        """Run an operation once: this is the worker's main loop, and what cannot be said here the lease's end says."""
+        """Run an operation without waiting for Postgres to come back.
+
+        This is the worker's main loop, and what cannot be said here the lease's end says.
+        """
         try:
-            return Database.of(self.task.app).run(operation)
-        except (DatabaseUnavailable, SchemaMismatch) as exc:
+            return Database.of(self.task.app).run(operation, bounded=True)
+        except DATABASE_ERRORS as exc:
             logger.error("%s[%s] is left to its lease: %s", self.name, self.id, exc)
             return None
 

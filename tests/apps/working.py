@@ -32,6 +32,7 @@ app.conf.update(
     durable_sweep_interval=0.3,
     durable_poll_interval=1,
     durable_connect_timeout=2,
+    durable_redispatch_after=float(os.environ.get("TEST_REDISPATCH", "300")),
 )
 
 TABLE = """create table if not exists body (at timestamptz default clock_timestamp(), name text, task_id text,
