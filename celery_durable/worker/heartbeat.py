@@ -38,6 +38,9 @@ LONGEST_RUN = 86_400.0
 #: How much longer than its hard limit a run is kept alive: its end has to be noticed.
 _MARGIN = 60.0
 
+#: Pause before a renewal that met another statement halfway is tried once more, in seconds.
+_PAUSE = 0.1
+
 #: Exit code of a worker that meets the wrong schema: the configuration is wrong (sysexits.h).
 _EXIT_CONFIG = 78
 
@@ -110,7 +113,8 @@ class Heartbeat:
         try:
             return runs.renew(executor, pairs, seconds=self._database.settings.lease)
         except psycopg.Error as exc:
-            if Trouble.of(exc) is not Trouble.PASSING:
+            # The other goes first: at once, the same two would meet again.
+            if Trouble.of(exc) is not Trouble.PASSING or self._stop.wait(_PAUSE):
                 raise
             logger.debug("Leases were not renewed, trying once more: %s", exc)
         return runs.renew(executor, pairs, seconds=self._database.settings.lease)
