@@ -113,11 +113,6 @@ NEXT_SCHEDULES = """
 select name from {schema}.schedule where enabled and next_at is not null order by next_at, name limit {limit}
 """
 
-# Purpose: the newest occurrences of a schedule that did not run.  Index: primary key, backwards.  Locks: none.
-MISSED = """
-select nominal, noted_at, reason from {schema}.occurrence where schedule = %(schedule)s order by nominal desc limit {limit}
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
@@ -262,8 +257,3 @@ def next_schedules(executor: Executor, *, limit: int) -> list[StoredSchedule]:
     names = [row.name for row in executor.fetch(NEXT_SCHEDULES.replace("{limit}", str(int(limit))))]
     found = (get_schedule(executor, name) for name in names)
     return [schedule for schedule in found if schedule is not None]
-
-
-def missed(executor: Executor, schedule: str, *, limit: int) -> Sequence[Row]:
-    """The newest occurrences of a schedule that did not run, with the reason."""
-    return executor.fetch(MISSED.replace("{limit}", str(int(limit))), {"schedule": schedule})

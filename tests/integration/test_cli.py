@@ -545,7 +545,7 @@ def test_schedules_are_listed_shown_and_foretold(durable: Command) -> None:
     schedule(durable, "nightly")
     schedule(durable, "every", kind="interval", text="90", tz=None, enabled=False)
     nominal = datetime(2026, 1, 1, 1, 30, tzinfo=timezone.utc)
-    durable.database.run(lambda executor: schedules.note_missed(executor, "nightly", [nominal], "too late"))
+    durable.database.run(lambda executor: schedules.note(executor, [("nightly", nominal, "too late")]))
 
     listed = durable("schedules", "list")
     assert (listed.code, fits(listed.out)) == (0, True)
@@ -562,7 +562,7 @@ def test_schedules_are_listed_shown_and_foretold(durable: Command) -> None:
     assert "secret-argument" not in shown.out
     document = durable("schedules", "show", "nightly", "--show-args", "-j").json
     assert document["args"] == ["secret-argument"]
-    assert document["missed"][0]["nominal"] == "2026-01-01T01:30:00Z"
+    assert document["history"][0]["nominal"] == "2026-01-01T01:30:00Z"
 
     following = durable("schedules", "next", "nightly", "-n", "400", "-j").json
     assert (following["tz"], len(following["next"])) == ("Europe/Berlin", 400)
@@ -571,6 +571,58 @@ def test_schedules_are_listed_shown_and_foretold(durable: Command) -> None:
     assert (table.code, fits(table.out)) == (0, True)
     assert "+0900" in table.out
     assert "disabled" in durable("schedules", "next", "every").err
+
+
+def test_schedules_are_made_paused_run_and_deleted(durable: Command) -> None:
+    made = durable(
+        "schedules", "upsert", "nightly", "--task", "cliproj.add", "--cron", "30 2 * * *", "--tz", "Asia/Tokyo", "--args",
+        "[1, 2]", "--plain", "--catchup", "all", "-j",
+    )  # fmt: skip
+    assert (made.code, made.json["schedules"][0]["state"]) == (0, "waiting")
+    assert durable("schedules", "upsert", "often", "--task", "cliproj.add", "--every", "10m", "--plain").code == 0
+    paused = durable("schedules", "pause", "nightly", "--until", "2h", "--note", "migration", "-j").json["schedules"][0]
+    assert paused["state"].startswith("paused until") and paused["paused_note"] == "migration"
+    assert "@" in paused["paused_by"]
+    table = durable("schedules", "list", "--paused")
+    assert "nightly" in table.out and "often" not in table.out and fits(table.out)
+    dry = durable("schedules", "pause", "--all", "--prefix", "oft", "--dry-run")
+    assert dry.code == 0 and "would be 1 schedules" in dry.err
+    assert [each["name"] for each in durable("schedules", "pause", "--all", "-j").json["schedules"]] == [
+        "nightly",
+        "often",
+    ]
+    assert [each["name"] for each in durable("schedules", "resume", "--all", "-j").json["schedules"]] == [
+        "nightly",
+        "often",
+    ]
+    triggered = durable("schedules", "trigger", "often", "-j").json["schedules"][0]
+    assert durable("timers", "show", triggered["timer_id"], "-j").json["schedule"] == "often"
+    history = durable("schedules", "history", "often")
+    assert "trigger" in history.out and fits(history.out)
+    dry = durable("schedules", "backfill", "nightly", "--from", "-3d", "--dry-run", "-j").json
+    assert len(dry["nominals"]) == 3 and dry["dry_run"]
+    filled = durable("schedules", "backfill", "nightly", "--from", "-3d")
+    assert filled.code == 0 and "3 stored." in filled.err and fits(filled.out)
+    again = durable("schedules", "backfill", "nightly", "--from", "-3d", "-j").json
+    assert (again["nominals"], len(again["held"])) == ([], 3)
+    assert durable("schedules", "delete", "often", "nightly").code == 0
+    assert durable("schedules", "delete", "often").code == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pause",), ("pause", "x", "--all"), ("pause", "x", "--prefix", "y"), ("pause", "x", "--until", "soon"),
+        ("upsert", "x", "--task", "t"), ("upsert", "x", "--task", "t", "--cron", "* * * * *", "--every", "1m"),
+        ("upsert", "x", "--task", "t", "--cron", "61 * * * *"), ("upsert", "x", "--task", "t", "--every", "now"),
+        ("upsert", "x", "--task", "t", "--cron", "* * * * *", "--args", "{}"), ("backfill", "x"),
+        ("upsert", "x", "--task", "t", "--cron", "* * * * *", "--kwargs", "nonsense"),
+    ],
+)  # fmt: skip
+def test_nonsense_about_schedules_is_2(durable: Command, arguments: tuple[str, ...]) -> None:
+    answer = durable("schedules", *arguments)
+    assert (answer.code, answer.out) == (2, "")
+    assert "Traceback" not in answer.err and answer.err
 
 
 def test_a_schedule_that_is_not_there_or_cannot_be_told_is_1(durable: Command) -> None:
@@ -609,7 +661,7 @@ def test_status_says_what_waits_moves_died_and_comes_next(durable: Command) -> N
     durable.add(-HOUR)
     schedule(durable, "nightly")
     durable.database.run(
-        lambda executor: beats.seen(executor, new_id(), node="beat@a", pid=7, version="1", dispatched=3)
+        lambda executor: beats.seen(executor, new_id(), node="beat@a", pid=7, version="1", dispatched=3, code=None)
     )
     document = durable("status", "--json").json
     assert (document["timers"]["waiting"], document["timers"]["running"]) == (2, 1)
