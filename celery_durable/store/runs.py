@@ -158,12 +158,14 @@ _ATTEMPT = """insert into {schema}.attempt (timer_id, fence, started_at, attempt
 
 # Purpose: back to waiting until the back-off is over.  Index: primary key.  Locks: the row.  Fence: named.
 # A call id of its own carries a changed message; the one before, unless it is the first, is referred to no more.
+# A body that has returned is never undone: for one the state is `finishing`, and only its callbacks are due again.
 RETRY = """
-with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = 'running' returning *),
+with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state = %(state)s::text
+              returning *),
 back as (
-    insert into {schema}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard)
+    insert into {schema}.timer (id, call_id, due_at, wake_at, expires_at, attempt, lost, shard, held)
     select id, coalesce(%(call_id)s::uuid, call_id), d.at, greatest(d.at, {schema}.clock()), expires_at, attempt,
-           lost + %(lost)s::integer, shard
+           lost + %(lost)s::integer, shard, held
     from gone, lateral (select coalesce(%(due_at)s::timestamptz,
                                         {schema}.clock() + %(delay)s::float8 * interval '1 second') as at) d
     returning id, due_at, wake_at),
@@ -331,6 +333,7 @@ def hold(executor: Executor, timer_id: UUID, fence: int, held: Held) -> bool:
 def retry(
     executor: Executor, timer_id: UUID, fence: int, *, delay: float | None = None, due_at: datetime | None = None,
     failure: Failure = NO_FAILURE, ending: str = "failed", lost: bool = False, call_id: UUID | None = None,
+    finishing: bool = False,
 ) -> datetime | None:  # fmt: skip
     """Put a run back to waiting.
 
@@ -341,9 +344,10 @@ def retry(
         delay: seconds from now; or
         due_at: an aware instant.
         failure: what ended this attempt.
-        ending: ``failed``, ``retried`` (the task asked for it) or ``lost``.
-        lost: count a lost worker.
+        ending: ``failed``, ``retried`` (the task asked for it), ``lost`` or ``held``.
+        lost: count a lost worker, or callbacks that were not sent.
         call_id: the version of the message to send next, if it changed.
+        finishing: the body has returned and its value is held; such a run only, otherwise only one that is not.
 
     Returns:
         The new due instant; None when the lease is no longer ours.
@@ -352,7 +356,8 @@ def retry(
         RETRY,
         {
             "id": str(timer_id), "fence": fence, "delay": delay, "due_at": due_at, "ending": ending, "lost": int(lost),
-            "call_id": None if call_id is None else str(call_id), "announced": ANNOUNCED, **_kept(failure),
+            "call_id": None if call_id is None else str(call_id), "announced": ANNOUNCED,
+            "state": "finishing" if finishing else "running", **_kept(failure),
         },
     )  # fmt: skip
     return _utc(rows[0].due_at) if rows else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -12,7 +13,6 @@ import psycopg
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
-from kombu.exceptions import EncodeError
 
 from celery_durable.errors import DuplicateDelivery, DurableError
 from celery_durable.worker.attempt import Attempt, Wanted
@@ -111,6 +111,9 @@ def mark_started(task: Any) -> None:
 
 def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseException:
     """Settle a run whose body raised; returns what Celery shall see."""
+    if run.held:  # the body has returned, in an earlier attempt, and its value cannot be read
+        run.postpone(error)
+        return error
     wanted = run.wanted
     if wanted is None and isinstance(error, Retry):
         wanted = _raised_by_hand(run, policy, error)
@@ -218,16 +221,20 @@ def _finish_held(sender: Any = None, **_: Any) -> None:
                 )
 
 
-def _bury_held(sender: Any = None, exception: BaseException | None = None, **_: Any) -> None:
-    """Callbacks that can never be sent end the run; where the broker was away, the kept value is sent later."""
+def _postpone_held(sender: Any = None, retval: Any = None, **_: Any) -> None:
+    """Callbacks that were not sent, for whatever reason, are sent later: the value is kept, the body does not run again.
+
+    Celery tells of an error that it knows as the call's value, of any other by raising it.
+    """
     run = Attempt.of(sender.request)
-    if isinstance(run, LeasedRun) and run.held and not run.settled and isinstance(exception, EncodeError):
+    error = retval if isinstance(retval, BaseException) else sys.exc_info()[1]
+    if isinstance(run, LeasedRun) and run.held and not run.settled and error is not None:
         with soft_limit_held(discard=True):
             try:
-                run.bury("failed", describe(exception))
+                run.postpone(error)
             except DuplicateDelivery:
-                logger.warning("The failure of %s[%s] could not be stored.", sender.name, run.lease.timer_id)
+                logger.warning("The callbacks of %s[%s] are left to its lease.", sender.name, run.lease.timer_id)
 
 
 signals.task_success.connect(_finish_held, weak=False, dispatch_uid="celery-durable-finish")
-signals.task_failure.connect(_bury_held, weak=False, dispatch_uid="celery-durable-bury")
+signals.task_postrun.connect(_postpone_held, weak=False, dispatch_uid="celery-durable-postpone")

@@ -23,6 +23,7 @@ from celery_durable.store.timers import NewTimer
 from celery_durable.worker.attempt import Attempt, Call, patiently
 from celery_durable.worker.context import DurableContext
 from celery_durable.worker.delivery import Delivery
+from celery_durable.worker.failure import describe
 from celery_durable.worker.policy import RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 #: Headers that say which occurrence it is; they stay with the timer over a changed message.
 _KEPT = ("durable_schedule", "durable_nominal", "durable_missed", "durable_reason")
 
-#: Values that every serializer takes.
-_PLAIN = (type(None), bool, int, str)
+#: Whole numbers that every serializer takes: msgpack has 64 bits, and JSON as many digits as Python prints.
+_INTEGERS = range(-(2**63), 2**63)
 
 
 class UnserializableResult(EncodeError):
@@ -45,6 +46,7 @@ class LeasedRun(Attempt):
 
         taken --body returned, no callbacks--> finished
           |  \\--body returned, callbacks wait--> held --task_success--> finished
+          |                                         \\--callbacks not sent--> back to waiting, without the body
           +--failed or retry wanted--> back to waiting
           +--failed for the last time--> dead
           +--Ignore, Reject--> skipped
@@ -133,7 +135,7 @@ class LeasedRun(Attempt):
         """
         request = self.task.request
         follow_ups = bool(request.callbacks or request.chain or request.chord)
-        if not follow_ups and (isinstance(value, _PLAIN) or ignores_result(self.task)):
+        if not follow_ups and (_plain(value) or ignores_result(self.task)):
             return None
         try:
             content_type, encoding, body = dumps(
@@ -187,6 +189,27 @@ class LeasedRun(Attempt):
             "dead", lambda executor, id, fence: runs.bury(executor, id, fence, reason=reason, failure=failure), failure
         )
 
+    def postpone(self, error: BaseException) -> None:
+        """The callbacks of the held value could not be sent: they are due again after the task's pause.
+
+        After :data:`~celery_durable.store.runs.MAX_LOST` times, or at once where the
+        value fits into no message, the timer is a dead letter.
+        """
+        failure, delay = describe(error), RetryPolicy.of(self.task).delay(self.number)
+
+        def operation(executor: Executor, id: UUID, fence: int) -> bool:
+            row = runs.by_token(executor, id, self.delivery.token)
+            if row is None or row.fence != fence:
+                return False
+            if isinstance(error, EncodeError) or row.lost + 1 >= runs.MAX_LOST:
+                return runs.bury(executor, id, fence, reason="callbacks failed", failure=failure, ending="held")
+            due = runs.retry(
+                executor, id, fence, delay=delay, failure=failure, ending="held", lost=True, finishing=True
+            )
+            return due is not None
+
+        self._settle("held", operation, failure)
+
     def skip(self, reason: str) -> None:
         """End the run because the task said so."""
         self._settle(
@@ -228,6 +251,12 @@ class LeasedRun(Attempt):
             max_payload=self.database.settings.max_payload,
         )  # fmt: skip
         return replace(timer, key=None)
+
+
+def _plain(value: Any) -> bool:
+    """Whether every serializer takes the value, as far as that is quickly said; a lone surrogate is no UTF-8."""
+    kind = type(value)
+    return value is None or kind is bool or (kind is int and value in _INTEGERS) or (kind is str and value.isascii())
 
 
 def ignores_result(task: Any) -> bool:

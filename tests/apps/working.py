@@ -214,6 +214,13 @@ def unserializable(self: Any, name: str) -> Any:
     return object()
 
 
+@app.task(**QUICK, name="working.huge")
+def huge(self: Any, name: str) -> int:
+    """Return more digits than Python prints."""
+    record(self, name)
+    return 1 << 20_000
+
+
 @app.task(**QUICK, name="working.calling_itself")
 def calling_itself(self: Any, name: str, depth: int = 0) -> int:
     """Call the task as a function from within its body."""

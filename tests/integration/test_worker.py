@@ -170,8 +170,9 @@ def test_ignore_and_reject_end_the_timer(bench: Bench, name: str) -> None:
     assert len(bench.bodies(name)) == 2
 
 
-def test_a_result_that_cannot_be_stored(bench: Bench, name: str) -> None:
-    timer = apply_at(bench.task("unserializable"), 0, (name,))
+@pytest.mark.parametrize("task", ["unserializable", "huge"])
+def test_a_result_that_cannot_be_stored(bench: Bench, name: str, task: str) -> None:
+    timer = apply_at(bench.task(task), 0, (name,))
     found = bench.until(timer, "dead")
     assert found.reason == "failed"
     eventually(lambda: timer.result.state == "FAILURE", message="the failure is stored")
@@ -195,6 +196,33 @@ def test_callbacks_are_sent_once_and_then_the_timer_has_succeeded(bench: Bench, 
     bench.until(timer, "succeeded")
     bench.until_begun(f"{name} link")
     assert bench.rows("select * from {schema}.held_result") == []
+
+
+def test_callbacks_that_can_never_be_sent(bench: Bench, name: str) -> None:
+    """An error that Celery does not expect there: one body, ten tries with growing pauses, one dead letter."""
+    link = bench.task("after").s(name=f"{name} link").set(serializer="no such serializer")
+    timer = apply_at(bench.task("note"), 0, (name, 7), link=link)
+    found = bench.until(timer, "dead", timeout=60)
+    assert found.reason == "callbacks failed"
+    tries = bench.attempts(timer)
+    assert [(each.ending, each.error_type) for each in tries] == [
+        ("held", "kombu.exceptions.SerializerNotInstalled")
+    ] * 10
+    pauses = [(each.next_due_at - each.ended_at).total_seconds() for each in tries[:-1]]
+    # Base 0.2 s, doubled up to 1 s, with jitter from the upper half.
+    assert 0.05 < pauses[0] <= 0.25 and all(0.4 < each <= 1.05 for each in pauses[4:])
+    assert len(bench.bodies(name)) == 1
+    assert bench.bodies(f"{name} link") == []
+    assert bench.rows("select id from {schema}.held_result where id = %(id)s::uuid", id=str(timer.id)) == []
+
+
+def test_a_value_that_fits_into_no_message(bench: Bench, name: str) -> None:
+    """The result backend's serializer takes it, the callbacks' does not, and never will."""
+    link = bench.task("after").s(name=f"{name} link").set(serializer="msgpack")
+    timer = apply_at(bench.task("note"), 0, (name, 2**70), link=link)
+    assert bench.until(timer, "dead").reason == "callbacks failed"
+    assert [each.ending for each in bench.attempts(timer)] == ["held"]
+    assert len(bench.bodies(name)) == 1
 
 
 def test_a_canvas_through_a_durable_task(bench: Bench, name: str) -> None:
@@ -230,7 +258,7 @@ class TestRetry:
         assert {each.task_id for each in bodies} == {str(timer.id)}
         assert [each.ending for each in bench.attempts(timer)] == ["retried", "retried"]
         [calls] = bench.rows("select count(*) from {schema}.call where timer_id = %(id)s::uuid", id=str(timer.id))
-        assert calls.count == 3
+        assert calls.count == 2  # the first, which holds the key, and the last
 
     def test_giving_up_is_not_started_over_by_the_automatic_policy(self, bench: Bench, name: str) -> None:
         timer = apply_at(bench.task("giving_up"), 0, (name,))
