@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -14,8 +13,8 @@ from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
 
-from celery_durable.errors import DuplicateDelivery, DurableError
-from celery_durable.worker.attempt import Attempt, Wanted
+from celery_durable.errors import DuplicateDelivery, DurableError, InvalidTimer
+from celery_durable.worker.attempt import Attempt, Wanted, due
 from celery_durable.worker.delivery import Delivery
 from celery_durable.worker.direct_run import DirectRun
 from celery_durable.worker.failure import describe
@@ -116,10 +115,14 @@ def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseEx
         return error
     wanted = run.wanted
     if wanted is None and isinstance(error, Retry):
-        wanted = _raised_by_hand(run, policy, error)
-        if wanted is None:
-            error = error.exc if isinstance(error.exc, Exception) else run.task.MaxRetriesExceededError(str(error))
-            run.gave_up = True
+        try:
+            wanted = _raised_by_hand(run, policy, error)
+        except InvalidTimer as invalid:
+            error = invalid
+        else:
+            if wanted is None:
+                error = error.exc if isinstance(error.exc, Exception) else run.task.MaxRetriesExceededError(str(error))
+                run.gave_up = True
     if wanted is not None:
         return _retry_wanted(run, wanted, error)
     if isinstance(error, (Ignore, Reject)):
@@ -156,19 +159,19 @@ def _reason(error: Exception, *, exhausted: bool) -> str:
 def _retry_wanted(run: LeasedRun, wanted: Wanted, error: BaseException | None) -> Retry:
     cause = wanted.signal.exc or (error if not isinstance(error, Retry) else None)
     failure = describe(cause if isinstance(cause, BaseException) else wanted.signal)
-    run.back_off(delay=wanted.delay, due_at=wanted.due_at, message=wanted.message, failure=failure, ending="retried")
+    run.back_off(delay=wanted.delay, due_at=wanted.due.at, message=wanted.message, failure=failure, ending="retried")
     return wanted.signal
 
 
 def _raised_by_hand(run: Attempt, policy: RetryPolicy, signal: Retry) -> Wanted | None:
-    """``raise Retry(when=…)`` without ``self.retry()``: nothing was sent, so the timer carries it."""
+    """``raise Retry(when=…)`` without ``self.retry()``: nothing was sent, so the timer carries it.
+
+    Raises:
+        InvalidTimer: that is no time.
+    """
     if not policy.allows(run.number):
         return None
-    when = signal.when
-    if isinstance(when, datetime):
-        return Wanted(signal=signal, due_at=when)
-    seconds = float(when) if isinstance(when, (int, float)) else policy.delay(run.number)
-    return Wanted(signal=signal, delay=max(0.0, seconds))
+    return Wanted(signal=signal, due=due(policy.delay(run.number) if signal.when is None else signal.when))
 
 
 def _failed_directly(run: DirectRun, policy: RetryPolicy, error: Exception) -> BaseException:
@@ -190,7 +193,7 @@ def _failed_directly(run: DirectRun, policy: RetryPolicy, error: Exception) -> B
 
 def _store_wanted(run: DirectRun, wanted: Wanted) -> None:
     assert wanted.message is not None
-    run.store(wanted.message, delay=wanted.delay, due_at=wanted.due_at)
+    run.store(wanted.message, delay=wanted.delay, due_at=wanted.due.at)
 
 
 def _announced(error: Exception, delay: float) -> Retry:

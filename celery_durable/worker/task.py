@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery.app.task import Task
 from celery.exceptions import Reject
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_durable import scheduling
 from celery_durable.calls import INTERNAL
@@ -20,7 +19,7 @@ from celery_durable.messages.capture import CapturingProducer
 from celery_durable.messages.rendering import own_headers
 from celery_durable.timer import Timer
 from celery_durable.worker import execution
-from celery_durable.worker.attempt import Attempt, Wanted
+from celery_durable.worker.attempt import Attempt, Wanted, due
 from celery_durable.worker.autoretry import Unwrapped
 from celery_durable.worker.context import DurableContext
 from celery_durable.worker.delivery import Delivery
@@ -185,7 +184,8 @@ class DurableTask(Unwrapped, Base):
                 # Copied from a running task's request: another delivery's lease is not ours to give.
                 options["headers"] = own_headers(options["headers"])
             return publish(**options)
-        when = instant(eta) if eta else float(countdown or 0)
+        asked = due(eta or countdown or 0)
+        when: When = asked.at if asked.at is not None else asked.after or 0.0
         chosen = {name: value for name, value in {**named, **options}.items() if value is not None}
         for name in ("eta", "countdown", *_BROKER_OPTIONS):
             chosen.pop(name, None)
@@ -204,7 +204,9 @@ class DurableTask(Unwrapped, Base):
 
         Raises:
             celery.exceptions.Retry: as Celery's.
-            InvalidTimer: the changed arguments cannot be stored; the run has failed.
+            InvalidTimer: the changed arguments cannot be stored, or `eta` or `countdown` is no time or over a
+                hundred years away: an ordinary failure of this attempt, as ``raise Retry(when=…)`` with such a
+                time is.
             Exception: `exc`, or MaxRetriesExceededError, when no attempt is left.
         """
         request = self.request
@@ -214,6 +216,7 @@ class DurableTask(Unwrapped, Base):
         limit = self.max_retries if max_retries is None else max_retries
         if limit is not None and request.retries + 1 > limit:
             run.gave_up = True
+        asked = due(eta or (self.default_retry_delay if countdown is None else countdown))
         if options.get("headers"):
             options["headers"] = {**own_headers(request.headers), **options["headers"]}
         run.capturing = True
@@ -232,18 +235,7 @@ class DurableTask(Unwrapped, Base):
         assert call is not None
         changed = args is not None or kwargs is not None or bool(options)
         message = run.prepare(call) if changed or not isinstance(run, LeasedRun) else None
-        delay = countdown if countdown is not None else float(self.default_retry_delay)
-        run.wanted = Wanted(
-            signal=signal, message=message, due_at=instant(eta) if eta else None,
-            delay=None if eta else max(0.0, float(delay)),
-        )  # fmt: skip
+        run.wanted = Wanted(signal=signal, message=message, due=asked)
         if throw:
             raise signal
         return signal
-
-
-def instant(eta: datetime | str) -> datetime:
-    """An eta as Celery's worker reads it: ISO text is parsed, and what has no zone is UTC."""
-    parsed = maybe_iso8601(eta)
-    assert parsed is not None
-    return maybe_make_aware(parsed).astimezone(timezone.utc)

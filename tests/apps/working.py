@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import psycopg
 from celery import Celery
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 
 from celery_durable import DurableTask
 
@@ -176,6 +177,23 @@ def asking(self: Any, name: str, number: int = 1, *, last: int = 3) -> int:
     if number < last:
         raise self.retry(args=(name, number + 1), kwargs={"last": last}, countdown=0.1, headers={"x-tenant": 8})
     return number
+
+
+@app.task(**{**QUICK, "max_retries": 1}, name="working.untimely")
+def untimely(self: Any, name: str, how: str) -> None:
+    """Ask for an attempt at no time."""
+    record(self, name)
+    if how == "retry":
+        raise self.retry(countdown=3e11)
+    raise Retry(when=3e11)
+
+
+@app.task(**QUICK, name="working.naive")
+def naive(self: Any, name: str) -> str:
+    """Ask, by hand, for an attempt at a UTC time that does not say so."""
+    if record(self, name) == 1:
+        raise Retry(when=datetime.now(timezone.utc).replace(tzinfo=None) + timedelta(seconds=1))
+    return name
 
 
 @app.task(**QUICK, name="working.giving_up")

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Signature, chain, chord, group
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import MaxRetriesExceededError, TaskRevokedError
 
 from celery_durable import apply_at, dead_letters, get_timer
 from celery_durable.messages.delivery import Outgoing
@@ -273,6 +273,29 @@ class TestRetry:
         assert bench.until(timer, "succeeded").attempt == 2
         assert timer.result.get(timeout=10) == "swallowed"
         assert len(bench.bodies(name)) == 2
+
+    @pytest.mark.parametrize(
+        ("how", "last"),
+        [("retry", "celery_durable.errors.InvalidTimer"), ("Retry", MaxRetriesExceededError.__qualname__)],
+    )
+    def test_a_time_that_is_none_is_a_failure_like_any_other(
+        self, bench: Bench, name: str, how: str, last: str
+    ) -> None:
+        """By hand at the last attempt nothing is asked any more: it is one too many, whatever its time."""
+        timer = apply_at(bench.task("untimely"), 0, (name, how))
+        found = bench.until(timer, "dead")
+        assert (found.attempt, found.reason) == (2, "exhausted")
+        first, second = bench.attempts(timer)
+        assert (first.ending, first.error_type) == ("failed", "celery_durable.errors.InvalidTimer")
+        assert "300000000000.0 cannot be used" in first.error and "over a hundred years away" in first.error
+        assert (second.ending, second.error_type.endswith(last)) == ("failed", True)
+
+    def test_a_retry_by_hand_without_a_zone_is_in_utc(self, bench: Bench, name: str) -> None:
+        timer = apply_at(bench.task("naive"), 0, (name,))
+        assert bench.until(timer, "succeeded").attempt == 2
+        [first] = bench.attempts(timer)
+        assert first.ending == "retried"
+        assert 0 < (first.next_due_at - first.started_at).total_seconds() < 1.5
 
     @pytest.mark.parametrize(
         ("task", "args", "attempts"), [("flaky", (2,), 3), ("asking", (), 3), ("swallowing", (), 2)]

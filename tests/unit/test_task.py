@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,13 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, MaxRetriesExceededError, Retry
 
 from celery_durable import DurableTask, scheduling
+from celery_durable.core.moments import Moment
+from celery_durable.errors import InvalidTimer
 from celery_durable.messages.rendering import render
 from celery_durable.worker import DurableContext
+from celery_durable.worker.attempt import due, instant
 from celery_durable.worker.delivery import DELIVERIES, Delivery, new_token
-from celery_durable.worker.task import LEASE_STEP, instant
+from celery_durable.worker.task import LEASE_STEP
 
 IDS = {"durable_timer": str(uuid4()), "durable_call": str(uuid4())}
 
@@ -188,6 +192,36 @@ def test_rendering_passes_through(app: Celery) -> None:
 )
 def test_an_eta_keeps_celerys_meaning(eta: Any, expected: datetime) -> None:
     assert instant(eta) == expected
+
+
+@pytest.mark.parametrize(
+    ("when", "at", "after"),
+    [
+        (datetime(2030, 1, 1, 12), datetime(2030, 1, 1, 12, tzinfo=timezone.utc), None),
+        ("2030-01-01T12:00:00+02:00", datetime(2030, 1, 1, 10, tzinfo=timezone.utc), None),
+        (3, None, 3.0), (0.5, None, 0.5), (Decimal("0.5"), None, 0.5), (timedelta(minutes=1), None, 60.0),
+    ],
+)  # fmt: skip
+def test_a_time_of_celerys_is_read(when: Any, at: datetime | None, after: float | None) -> None:
+    assert due(when) == Moment(at=at, after=after)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [3e11, float("nan"), float("inf"), 10**400, True, "tomorrow", "", object(), datetime(9999, 1, 1), datetime.min,
+     timedelta.max, Decimal("Infinity")],
+)  # fmt: skip
+def test_what_is_no_time_is_refused_by_its_value(when: Any) -> None:
+    with pytest.raises(InvalidTimer) as caught:
+        due(when)
+    assert f"eta or countdown {when!r} cannot be used" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"countdown": 3e11}, {"countdown": "soon"}, {"eta": "tomorrow"}])
+def test_a_call_at_no_time_is_refused(noted: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTimer, match="cannot be used"):
+        noted.task.apply_async((1,), **options)
+    assert (noted.stored, noted.published) == ([], [])
 
 
 def test_a_delivery_is_read_from_headers() -> None:
