@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 STRETCH = 1.0
 #: Least seconds between two warnings about messages that the broker gives back.
 QUIET = 60.0
+#: Seconds after which a message that fails in a way nobody knows, and never did otherwise, is a dead letter.
+LONG_FAILING = 86_400.0
 
 
 class Undispatchable(DurableError):
@@ -104,26 +106,28 @@ class Dispatcher:
         size = self.page
         page = self._link.run(lambda executor: self._claim(executor, shard, watermark, size))
         settled: Future[None] | None = None
-        while page.held >= size == self._settings.page and time.monotonic() < until and not ending:
-            ahead = self._link.start(partial(self._claim, shard=shard, watermark=watermark, size=size))
-            try:
-                self._publish(page)
-            except BrokerUnavailable:
-                self._let_go(page)
-                self._let_go(ahead.result())
-                raise
-            following = ahead.result()
+        try:
+            while page.held >= size == self._settings.page and time.monotonic() < until and not ending:
+                ahead = self._link.start(partial(self._claim, shard=shard, watermark=watermark, size=size))
+                try:
+                    self._publish(page)
+                except BrokerUnavailable:
+                    self._let_go(page)
+                    self._let_go(ahead.result())
+                    raise
+                # Started before the claim is looked at: what was sent is marked, whatever has become of that.
+                before, settled = settled, self._link.start(partial(self._settle, page=page))
+                if before is not None:
+                    before.result()
+                page = ahead.result()
+                if self._outage.active:
+                    self._let_go(page)
+                    page = Page(claims=[], held=0, claimed_at=0.0)
+            more = page.held >= size
+            self._serve(page)
+        finally:
             if settled is not None:
                 settled.result()
-            settled = self._link.start(partial(self._settle, page=page))
-            page = following
-            if self._outage.active:
-                self._let_go(page)
-                page = Page(claims=[], held=0, claimed_at=0.0)
-        more = page.held >= size
-        self._serve(page)
-        if settled is not None:
-            settled.result()
         return more
 
     def again(self, ids: Sequence[UUID]) -> int:
@@ -189,11 +193,13 @@ class Dispatcher:
             claim = by_id[delivery.timer_id]
             if delivery.outcome is Outcome.CONFIRMED:
                 page.confirmed.append(claim)
-            elif delivery.outcome is Outcome.RETURNED:
+            elif delivery.outcome is Outcome.REFUSED or (
+                delivery.outcome is Outcome.FAILED and self._late(claim) > LONG_FAILING
+            ):
+                page.bad.append((claim, Undispatchable(delivery.reason)))
+            elif delivery.outcome in (Outcome.RETURNED, Outcome.FAILED):
                 page.returned.append(claim)
                 reasons[delivery.reason] += 1
-            elif delivery.outcome is Outcome.REFUSED:
-                page.bad.append((claim, Undispatchable(delivery.reason)))
             else:
                 # The broker may have it: it is published again when its claim expires.
                 uncertain = delivery.reason or "no word from the broker"
@@ -212,12 +218,15 @@ class Dispatcher:
             )  # fmt: skip
             self.dispatched += len(lateness)
         for claim in page.returned:
-            due_at = claim.due_at if isfinite(claim.due_at) else 0.0
-            pause = pause_of_returned(self._clock.at(time.monotonic()) - due_at, most=self._settings.redispatch_after)
+            pause = pause_of_returned(self._late(claim), most=self._settings.redispatch_after)
             claims.release(executor, [claim], pause=pause)
         for claim, error in page.bad:
             if claims.quarantine(executor, claim, error):
                 logger.error("Timer %s (%s) can never be published, it is dead now: %s", claim.id, claim.task, error)
+
+    def _late(self, claim: Claim) -> float:
+        """Seconds since it was due."""
+        return self._clock.at(time.monotonic()) - (claim.due_at if isfinite(claim.due_at) else 0.0)
 
     def _let_go(self, page: Page) -> None:
         pause = max(self._outage.remaining(time.monotonic()), 0.1)

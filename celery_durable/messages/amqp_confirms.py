@@ -17,7 +17,7 @@ from amqp.exceptions import ChannelError
 from amqp.serialization import dumps
 from kombu import Producer
 
-from .broker import UNENCODABLE, Broker, Queues
+from .broker import Broker, Queues
 from .delivery import BrokerUnavailable, Delivery, Outcome, Outgoing
 from .events import TaskSent
 from .message import revive
@@ -176,7 +176,7 @@ class ConfirmingPublisher:
             for count, index in enumerate(indexes, 1):
                 try:
                     content = _Content(page.outgoing[index], limit)
-                except UNENCODABLE as exc:
+                except Exception as exc:  # nothing is sent here: whatever it is, it is this message's
                     page.settle(index, Outcome.REFUSED, str(exc) or repr(exc))
                     continue
                 self._tag += 1

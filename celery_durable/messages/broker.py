@@ -185,7 +185,14 @@ class Broker:
             return Outcome.RETURNED
         if isinstance(exc, UNENCODABLE):
             return Outcome.REFUSED
-        return Outcome.UNCERTAIN
+        return Outcome.FAILED
+
+    def alive(self, channel: Any) -> bool:
+        """Whether Redis answers: tells a message that cannot be written down from a connection that is gone."""
+        try:
+            return bool(channel.client.ping())
+        except Exception:  # whatever it is, it is no answer
+            return False
 
     def _limits(self) -> dict[str, Any]:
         options = self._app.conf.broker_transport_options or {}

@@ -25,6 +25,8 @@ class Outcome(str, Enum):
     """The broker did not take it (no queue or exchange, full, not allowed); it may another time."""
     UNCERTAIN = "uncertain"
     """The time was up or the connection broke; the broker may have it."""
+    FAILED = "failed"
+    """An error of this message alone, of an unknown kind; the broker may have it, and takes others."""
     REFUSED = "refused"
     """It can never be published: this transport cannot encode it."""
 

@@ -59,12 +59,13 @@ class RedisBatchPublisher(OneByOnePublisher):
             prepare, publish, problem_of = channel.prepare_message, batch.publish, self._problem
             try:
                 for index, each in enumerate(page):
-                    message = each.message
+                    message, declared = each.message, False
                     try:
                         problem = problem_of(message)
                         if problem:
                             failed[index] = Delivery(each.timer_id, Outcome.RETURNED, problem)
                             continue
+                        declared = True
                         properties = message.properties.copy()
                         if each.expiration is not None:
                             properties["expiration"] = str(int(each.expiration * 1000))
@@ -86,6 +87,11 @@ class RedisBatchPublisher(OneByOnePublisher):
                         outcome = self._broker.outcome(exc)
                         if outcome is None:
                             raise
+                        if outcome is Outcome.FAILED and declared:
+                            # Nothing of it is sent before the flush: either Redis is gone, or this cannot be written.
+                            if not self._broker.alive(channel):
+                                raise
+                            outcome = Outcome.REFUSED
                         failed[index] = Delivery(each.timer_id, outcome, self._broker.reason(exc))
                 sending = True
                 batch.flush()

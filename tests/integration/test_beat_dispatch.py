@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from uuid import UUID
 
 import pytest
 from celery import Celery
 
 from celery_durable import apply_at, apply_many, dead_letters
+from celery_durable.messages.delivery import Delivery, Outcome, Outgoing
 from celery_durable.store.database import Database
-from tests.beats import Published, inline_beat, make_app, rows, states
+from tests.beats import Published, Scripted, inline_beat, make_app, rows, states
 from tests.servers.processes import CeleryTestBeat
 from tests.servers.waiting import eventually
 
@@ -174,3 +176,80 @@ def test_an_expired_timer_is_not_published(app: Celery, published: Published) ->
     with inline_beat(app) as beat:
         beat.until(lambda: states(app) == {"expired": 1})
     assert published.collect() == 0 and str(timer.state) == "expired"
+
+
+def choking(app: Celery, number: int) -> list[UUID]:
+    """Timers whose message the client library of Redis chokes on, in a way that it does not foresee."""
+    made = apply_many("beating.plain", [(NOW, (each,)) for each in range(number)], app=app)
+    ids = [str(each.id) for each in made]
+    rows(
+        app, """update {schema}.call set properties = (properties::jsonb || '{"delivery_info": 5}')::json
+                where id = any(%(ids)s::uuid[])""", ids=ids,
+    )  # fmt: skip
+    return [each.id for each in made]
+
+
+@pytest.mark.parametrize("broker_url", ["valkey"], indirect=True)
+def test_messages_that_cannot_be_written_hold_up_nobody(app: Celery, published: Published) -> None:
+    """Four hundred of them before, and one beside, each good one: no outage is seen, they are dead letters."""
+    bad = choking(app, 400)
+    good = apply_many("beating.plain", [(NOW, (each,)) for each in range(50)], app=app)
+    started = time.monotonic()
+    with inline_beat(app) as beat:
+        beat.until(lambda: states(app).get("sent") == len(good))
+        assert time.monotonic() - started < 5
+        beat.until(lambda: states(app) == {"sent": len(good), "dead": len(bad)})
+    assert published.collect() == len(good)
+    assert {each.reason for each in dead_letters.find_all(app=app)} == {"undispatchable"}
+
+
+def test_an_unknown_failure_of_one_message_is_tried_again_and_is_no_outage(app: Celery) -> None:
+    class Failing(Scripted):
+        def publish(self, outgoing: Sequence[Outgoing]) -> list[Delivery]:
+            answers = super().publish(outgoing)
+            return [
+                Delivery(each.timer_id, Outcome.FAILED if each.timer_id == odd.id else each.outcome) for each in answers
+            ]
+
+    odd, even = (apply_at("beating.plain", NOW, app=app) for _ in range(2))
+    publisher = Failing()
+    with inline_beat(app, publisher=publisher) as beat:
+        beat.until(lambda: even.state == "sent" and odd.state == "claimed")
+        assert not beat.loop._broker.active
+        eventually(lambda: beat.turn() or sum(odd.id in page for page in publisher.pages) >= 2, message="tried again")
+        assert not beat.loop._broker.active
+        rows(
+            app, "update {schema}.run set due_at = due_at - interval '2 days', deadline = {schema}.clock() returning id"
+        )
+        beat.until(lambda: odd.state == "dead")
+
+
+def test_what_was_sent_is_marked_though_the_next_claim_fails(database_url: str) -> None:
+    """A lock on the waiting timers while full pages are on their way."""
+    app = make_app(database_url, "memory://", durable_page=10)
+    made = apply_many("beating.plain", [(NOW, (each,)) for each in range(45)], app=app)
+    holder = Database.of(app).connect("holder")
+
+    class Locking(Scripted):
+        def publish(self, outgoing: Sequence[Outgoing]) -> list[Delivery]:
+            if len(self.pages) == 1:
+                holder.execute("begin")
+                holder.execute("lock table celery_durable.timer")
+            return super().publish(outgoing)
+
+    publisher = Locking()
+    with inline_beat(app, publisher=publisher) as beat:
+        beat.turn()
+        published = sum(map(len, publisher.pages))
+        assert published < len(made), "a claim has failed"
+        assert states_of_ended(app) == {"sent": published}
+        holder.execute("rollback")
+        beat.until(lambda: states(app) == {"sent": len(made)})
+    sent = [each for page in publisher.pages for each in page]
+    assert sorted(sent) == sorted(each.id for each in made)
+    holder.close()
+    Database.of(app).close()
+
+
+def states_of_ended(app: Celery) -> dict[str, int]:
+    return {row.state: row.n for row in rows(app, "select state, count(*) as n from {schema}.outcome group by state")}

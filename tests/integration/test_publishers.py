@@ -205,6 +205,34 @@ def test_a_message_that_cannot_be_encoded_is_refused_alone(url: str, queue: str,
     assert len(taken(url, queue)) == 4
 
 
+def test_a_message_that_the_client_library_chokes_on_is_no_outage(valkey: Any, make: Any) -> None:
+    """An error of a kind that nobody foresaw: kombu itself wants to write into this property."""
+    url, queue = str(valkey.url), "choking"
+    app, publisher = make(url)
+    outgoing = calls(app, 5, queue)
+    outgoing[2].message.properties["delivery_info"] = 5
+    chokes = Outcome.REFUSED if hasattr(Producer, "batch") else Outcome.FAILED
+    for only in (outgoing, outgoing[2:3]):
+        deliveries = publisher.publish(only)
+        assert [each.outcome for each in deliveries if each.timer_id == outgoing[2].timer_id] == [chokes]
+        assert outcomes(deliveries).count(Outcome.CONFIRMED) == len(only) - 1
+    _, single = make(url, broker_transport_options={"retry_on_timeout": True})
+    deliveries = single.publish(outgoing)
+    assert outcomes(deliveries) == [Outcome.CONFIRMED] * 2 + [Outcome.FAILED] + [Outcome.CONFIRMED] * 2
+    assert "update" in deliveries[2].reason
+    assert len(taken(url, queue)) == 8
+
+
+def test_headers_that_cannot_be_revived_are_refused(rabbitmq: Any, make: Any) -> None:
+    url = str(rabbitmq.url)
+    app, publisher = make(url)
+    outgoing = calls(app, 3, "unrevived")
+    outgoing[1].message.headers["odd"] = {"__type__": ["not", "hashable"], "__value__": 1}
+    deliveries = publisher.publish(outgoing)
+    assert outcomes(deliveries) == [Outcome.CONFIRMED, Outcome.REFUSED, Outcome.CONFIRMED]
+    assert len(taken(url, "unrevived")) == 2
+
+
 def test_a_queue_that_is_not_configured_is_returned(url: str, queue: str, make: Any) -> None:
     app, _ = make(url)
     _, publisher = make(url, task_create_missing_queues=False, task_queues=[Queue(queue)])
