@@ -17,11 +17,13 @@ from random import random
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from celery.exceptions import ImproperlyConfigured
 from celery.utils.log import get_logger
 
 from celery_durable.beat import entries
 from celery_durable.beat.dispatch import Dispatcher
 from celery_durable.beat.ending import end_held_back
+from celery_durable.beat.goodbye import say_goodbye
 from celery_durable.beat.link import Link
 from celery_durable.beat.occurrences import Occurrences
 from celery_durable.beat.sweeps import Sweeper
@@ -84,12 +86,13 @@ class Loop:
 
         Raises:
             SchemaMismatch: the schema is missing or of another version; only when (re)connecting.
+            celery.exceptions.ImproperlyConfigured: the private server of an ``embedded:`` URL cannot be had.
         """
         try:
             if self._occurrences is None or not self._link.connected:
                 self._connect()
             wait = self._guarded_work(longest)
-        except SchemaMismatch:
+        except (SchemaMismatch, ImproperlyConfigured):
             raise
         except DatabaseUnavailable as exc:
             wait = self._failed("Postgres does not answer, trying again until it does: %s", exc)
@@ -130,10 +133,13 @@ class Loop:
         self._wakeup.cut()
 
     def close(self) -> None:
-        """Close all connections; nothing waits for an answer."""
+        """Close all connections and say that this beat has ended; nothing waits long for an answer."""
         self._publisher.close()
         self._link.close()
         self._wakeup.close()
+        if self._occurrences is not None and not self._postgres.active:
+            self._occurrences = None
+            say_goodbye(self._database, self._sweeper.beat_id)
 
     def _connect(self) -> None:
         first = self._occurrences is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.beat import Scheduler
+from celery.exceptions import ImproperlyConfigured
 from celery.utils.log import get_logger
 from sqlalchemy.engine import make_url
 
@@ -33,7 +35,7 @@ class DurableScheduler(Scheduler):
         kwargs: Celery's; a file name for the schedule is not used, no file is written.
 
     Raises:
-        celery.exceptions.ImproperlyConfigured: when a ``durable_*`` setting is wrong.
+        SystemExit: a ``durable_*`` setting is wrong; the log says which, and the cure.
     """
 
     #: Longest sleep in one tick; remote control takes a beat without ticks for dead.
@@ -44,7 +46,10 @@ class DurableScheduler(Scheduler):
         self._inherited: list[Loop | None] = []
         self._failed = False
         self._ticking = False
-        self._settings = Settings.from_app(app)
+        try:
+            self._settings = Settings.from_app(app)
+        except ImproperlyConfigured as exc:
+            self._give_up(exc)
         super().__init__(app, **kwargs)
 
     def setup_schedule(self) -> None:
@@ -57,7 +62,7 @@ class DurableScheduler(Scheduler):
             0: call it again at once.
 
         Raises:
-            SystemExit: the schema is missing or of another version; the message names the cure.
+            SystemExit: the schema is missing or of another version, or a setting is wrong; the log names the cure.
         """
         if self._loop is None or self._loop.pid != os.getpid():
             # What a parent process opened is left to it; collected as garbage it would end the parent's sessions.
@@ -66,13 +71,19 @@ class DurableScheduler(Scheduler):
         self._ticking = True
         try:
             self._loop.turn(float(self.max_interval))
-        except SchemaMismatch as exc:
+        except (SchemaMismatch, ImproperlyConfigured) as exc:
             self._failed = True
-            logger.critical("This beat stops: %s", exc)
-            raise SystemExit(1) from exc
+            self._give_up(exc)
         finally:
             self._ticking = False
         return 0
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """End with one line: Celery would add its own traceback to an error."""
+        text = f"This beat stops: {error}"
+        logger.critical(text)
+        # Celery makes the first scheduler for its banner, before there is a log: then the interpreter says it.
+        raise SystemExit(1 if logging.getLogger().handlers else text) from error
 
     def make_publisher(self) -> Publisher:
         """The publisher for the app's broker."""

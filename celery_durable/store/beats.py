@@ -24,6 +24,7 @@ where code = %(code)s and seen_at > {schema}.clock() - interval '20 seconds' lim
 # Purpose: beats that have ended without a word.  Index: none: a handful of rows.  Locks: the rows.
 FORGET = """delete from {schema}.beat where seen_at < {schema}.clock() - interval '1 day'"""
 
+# Purpose: a beat that ends says so.  Index: primary key.  Locks: its own row.
 GONE = """delete from {schema}.beat where id = %(id)s::uuid"""
 
 LIST = """
@@ -70,6 +71,11 @@ def seen(
 def alive_with(executor: Executor, code: str) -> bool:
     """Whether a beat whose program has this version of the recurring entries is alive."""
     return bool(executor.fetch(ALIVE_WITH, {"code": code}))
+
+
+def gone(executor: Executor, beat_id: UUID) -> None:
+    """Delete the row of a beat that has ended."""
+    executor.fetch(GONE, {"id": str(beat_id)})
 
 
 def forget_silent(executor: Executor) -> None:

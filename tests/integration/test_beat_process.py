@@ -152,7 +152,42 @@ def test_wrong_settings_are_said_at_the_start(environment: dict[str, str]) -> No
         env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "TEST_POLL": "-1"},
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    assert done.returncode != 0 and "durable_poll_interval" in done.stderr
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if "durable_poll_interval" in line]
+    assert "This beat stops" in said
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_setting_of_a_beat_inside_a_worker_is_said(environment: dict[str, str]) -> None:
+    worker = CeleryNode(
+        APP, ("worker", "-B", "-S", "durable", "-c", "1", "-P", "prefork"), {**environment, "TEST_POLL": "-1"}
+    )
+    try:
+        worker.start(wait=False)
+        worker.wait_for_log("This beat stops: durable_poll_interval")
+        assert "Traceback" not in worker.logs()
+    finally:
+        worker.teardown()
+
+
+def test_a_private_server_that_cannot_be_had_stops_it(start: Start) -> None:
+    beat = start(wait_for="This beat stops", CELERY_DURABLE_DATABASE_URL="embedded:/proc/no-folder-here")
+    eventually(lambda: not beat.alive(), message="it has ended")
+    assert "Choose a folder" in beat.logs()
+    assert "Traceback" not in beat.logs()
+
+
+def test_only_a_beat_that_was_killed_is_shown_after_its_end(app: Celery, start: Start) -> None:
+    first, second = start(), start()
+
+    def shown() -> set[int]:
+        return {each.pid for each in rows(app, "select pid from {schema}.beat")}
+
+    eventually(lambda: shown() == {first.pid, second.pid})
+    killed = second.pid
+    second.end(signal.SIGKILL)
+    assert seconds_to_end(first, signal.SIGTERM) < 1.0
+    assert shown() == {killed}
 
 
 def test_a_beat_inside_a_worker(app: Celery, environment: dict[str, str]) -> None:
