@@ -108,7 +108,7 @@ def backfill(
         ]  # fmt: skip
 
         def write(executor: Executor, made: Sequence[timers.NewTimer] = made) -> None:
-            timers.insert_occurrences(executor, made)
+            timers.insert_each(executor, made)
             store.unnote(executor, [(name, each.nominal) for each in made if each.nominal is not None])
 
         database.transact(write)

@@ -233,15 +233,18 @@ def _item(number: int, item: Sequence[Any]) -> tuple[Any, Any, Any, str | None]:
 def _store_page(
     executor: Executor, app: Celery, page: Sequence[_BulkRow], tenant: str | None, on_conflict: str
 ) -> list[Timer]:
-    template = replace(page[0][0], tenant=tenant)
-    new = timers.insert_many(
-        executor,
-        template,
-        [
-            (each.id, each.key, each.body, json.dumps(each.headers), json.dumps(each.properties), due.at, due.after)
-            for each, due in page
-        ],
-    )
+    if len({_shared(each) for each, _ in page}) > 1:
+        # A router has looked at the arguments, or an option is another for each.
+        new = timers.insert_each(executor, [replace(each, tenant=tenant) for each, _ in page])
+    else:
+        new = timers.insert_many(
+            executor,
+            replace(page[0][0], tenant=tenant),
+            [
+                (each.id, each.key, each.body, json.dumps(each.headers), json.dumps(each.properties), due.at, due.after)
+                for each, due in page
+            ],
+        )
     made: list[Timer] = []
     for each, _ in page:
         due_at = new.get(each.id)
@@ -257,6 +260,14 @@ def _store_page(
         due_at = due_at or (holder.due_at if holder else None)
         made.append(Timer(app, id=each.id, task=each.task, task_id=str(each.id), key=key, due_at=due_at, created=True))
     return made
+
+
+def _shared(timer: timers.NewTimer) -> tuple[object, ...]:
+    """What :func:`~celery_durable.store.timers.insert_many` stores once for a page."""
+    return (
+        timer.task, timer.exchange, timer.routing_key, timer.queue, timer.content_type, timer.content_encoding,
+        timer.expires_at,
+    )  # fmt: skip
 
 
 def _holder(executor: Executor, timer: timers.NewTimer) -> timers.Found:

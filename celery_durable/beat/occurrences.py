@@ -232,7 +232,7 @@ class _Settled:
 
 def store(executor: Executor, page: Sequence[_Settled]) -> None:
     """Store timers, notes and cursors; call it within a transaction."""
-    timers.insert_occurrences(executor, [timer for each in page for timer in each.timers])
+    timers.insert_each(executor, [timer for each in page for timer in each.timers])
     schedules.note(executor, [(each.advance.name, nominal, reason) for each in page for nominal, reason in each.notes])
     schedules.unnote(executor, [(each.advance.name, each.waited) for each in page if each.waited is not None])
     schedules.advance(executor, [each.advance for each in page])

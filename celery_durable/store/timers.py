@@ -152,31 +152,34 @@ union all
 select null, null, {_ANNOUNCE} from first
 """
 
-# Purpose: store the timers of occurrences, of any tasks; the ids back are the new ones.  Index, locks: as INSERT_MANY.
+# Purpose: store many timers of any tasks; the ids back are the new ones.  Index, locks: as INSERT_MANY.
 # One NOTIFY for all, with the earliest.  The arrays are parallel.
-INSERT_OCCURRENCES = f"""
+INSERT_EACH = f"""
 with item as (
     select * from unnest(%(ids)s::uuid[], %(keys)s::text[], %(tasks)s::text[], %(leaseds)s::boolean[],
                          %(bodies)s::bytea[], %(content_types)s::text[], %(content_encodings)s::text[],
                          %(headers)s::json[], %(properties)s::json[], %(exchanges)s::text[], %(routing_keys)s::text[],
                          %(queues)s::text[], %(schedules)s::text[], %(nominals)s::timestamptz[], %(reasons)s::text[],
-                         %(due_ats)s::timestamptz[], %(expires_ats)s::timestamptz[])
+                         %(due_ats)s::timestamptz[], %(delays)s::float8[], %(expires_ats)s::timestamptz[],
+                         %(tenants)s::text[])
              as u(id, key, task, leased, body, content_type, content_encoding, headers, properties, exchange,
-                  routing_key, queue, schedule, nominal, reason, due_at, expires_at)),
+                  routing_key, queue, schedule, nominal, reason, due_at, delay, expires_at, tenant)),
 new_call as (
     insert into {{schema}}.call (id, timer_id, task, leased, body, content_type, content_encoding, headers,
-                                 properties, exchange, routing_key, queue, key, schedule, nominal, reason)
+                                 properties, exchange, routing_key, queue, key, tenant, schedule, nominal, reason)
     select id, id, task, leased, body, content_type, content_encoding, headers, properties, exchange, routing_key,
-           queue, key, schedule, nominal, reason
+           queue, key, tenant, schedule, nominal, reason
     from item order by key, id on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
-    select id, id, due_at, greatest(due_at, {{schema}}.clock()), expires_at from new_call join item using (id)
+    select id, id, d.at, greatest(d.at, {{schema}}.clock()), expires_at
+    from new_call join item using (id),
+         lateral (select coalesce(due_at, {{schema}}.clock() + delay * interval '1 second') as at) d
     returning id, due_at, wake_at),
 first as (select min(wake_at) as wake_at from new_timer)
-select id, null from new_timer
+select id, due_at, null from new_timer
 union all
-select null, {_ANNOUNCE} from first
+select null, null, {_ANNOUNCE} from first
 """
 
 # Purpose: give the waiting timer that holds the key a new message and due time.  Index: call_key, then primary keys.
@@ -321,19 +324,19 @@ def insert_many(
     return {UUID(str(row.id)): row.due_at.astimezone(timezone.utc) for row in rows if row.id is not None}
 
 
-def insert_occurrences(executor: Executor, occurrences: Sequence[NewTimer]) -> set[UUID]:
-    """Store the timers of occurrences, each with a due instant and a key; returns the ids of those that are new."""
-    if not occurrences:
-        return set()
-    columns = [each.parameters() for each in occurrences]
+def insert_each(executor: Executor, many: Sequence[NewTimer]) -> dict[UUID, datetime]:
+    """Store a page of timers of any tasks, none with a chosen task id; returns the due instants of the new ones by id."""
+    if not many:
+        return {}
+    columns = [each.parameters() for each in many]
     names = (
         "id", "key", "task", "leased", "body", "content_type", "content_encoding", "headers", "properties", "exchange",
-        "routing_key", "queue", "schedule", "nominal", "reason", "due_at", "expires_at",
+        "routing_key", "queue", "schedule", "nominal", "reason", "due_at", "delay", "expires_at", "tenant",
     )  # fmt: skip
     plural = {"body": "bodies", "headers": "headers", "properties": "properties"}
     arrays = {plural.get(name, f"{name}s"): [each[name] for each in columns] for name in names}
-    rows = executor.fetch(INSERT_OCCURRENCES, {**arrays, "announced": ANNOUNCED})
-    return {UUID(str(row.id)) for row in rows if row.id is not None}
+    rows = executor.fetch(INSERT_EACH, {**arrays, "announced": ANNOUNCED})
+    return {UUID(str(row.id)): row.due_at.astimezone(timezone.utc) for row in rows if row.id is not None}
 
 
 def find(executor: Executor, identity: UUID | str) -> Found | None:

@@ -441,3 +441,22 @@ def test_a_host_in_the_query_of_the_url(app: Celery, database_url: str) -> None:
     database = Database(Database.of(app).settings.__class__(database_url=text_))
     with database.connect("test") as connection:
         assert connection.execute("select 1").fetchone() == (1,)
+
+
+def test_apply_many_with_a_router_that_looks_at_the_arguments(app: Celery, add: Any) -> None:
+    """Each goes where a direct call would have gone, with its key, due time and tenant."""
+
+    def route(name: str, args: Any, kwargs: Any, options: Any, **rest: Any) -> dict[str, Any]:
+        return {"queue": f"queue-{args[0] % 3}"}
+
+    app.conf.task_routes = (route,)
+    app.conf.task_create_missing_queues = True
+    made = apply_many(add, [(HOUR, (each,), None, f"k{9 - each}") for each in range(9)], tenant="t", expires=7200)
+    assert [each.details.queue for each in made if each.details] == [f"queue-{each % 3}" for each in range(9)]
+    assert [each.key for each in made] == [f"k{9 - each}" for each in range(9)]
+    found = Database.of(app).run(
+        lambda executor: executor.fetch("select count(distinct queue) as queues, count(*) filter (where tenant = 't') as n from {schema}.call")
+    )  # fmt: skip
+    assert (found[0].queues, found[0].n) == (3, 9)
+    again = apply_many(add, [(HOUR, (each,), None, f"k{9 - each}") for each in range(10)])
+    assert [each.created for each in again] == [False] * 9 + [True]
