@@ -16,7 +16,7 @@ from uuid import UUID
 
 import psycopg
 from celery import bootsteps
-from celery.exceptions import WorkerShutdown
+from celery.exceptions import ImproperlyConfigured, WorkerShutdown
 from celery.worker import state
 
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
@@ -156,9 +156,7 @@ class LeaseStep(bootsteps.StartStopStep):
         """Check the schema and begin to beat, unless that was done before the broker went away."""
         if self._heartbeat is not None:
             return
-        database = Database.of(parent.app)
-        wait_for_schema(parent.app, database)
-        self._heartbeat = Heartbeat(database)
+        self._heartbeat = Heartbeat(usable_database(parent.app))
         self._heartbeat.start()
 
     def stop(self, parent: Any) -> None:
@@ -189,17 +187,18 @@ class LeaseStep(bootsteps.StartStopStep):
                 logger.warning("%d runs were cut short and wait for their next attempt.", count)
 
 
-def wait_for_schema(app: Celery, database: Database) -> None:
+def usable_database(app: Celery) -> Database:
     """Wait until Postgres can be reached, and check that this worker may use its schema.
 
     Raises:
-        celery.exceptions.WorkerShutdown: with the wrong schema, or when the worker is told to end meanwhile.
+        celery.exceptions.WorkerShutdown: with a wrong setting or schema, or when the worker is told to end meanwhile.
     """
     told = False
     while True:
         try:
+            database = Database.of(app)
             meta.verify(database, app.main)
-        except SchemaMismatch as exc:
+        except (SchemaMismatch, ImproperlyConfigured) as exc:
             logger.critical("This worker cannot run durable tasks: %s", exc)
             raise WorkerShutdown(getattr(os, "EX_CONFIG", _EXIT_CONFIG)) from exc
         except DatabaseUnavailable as exc:
@@ -209,4 +208,4 @@ def wait_for_schema(app: Celery, database: Database) -> None:
             state.maybe_shutdown()
             time.sleep(0.5)
         else:
-            return
+            return database
