@@ -1,7 +1,7 @@
 """The request of a durable task in the worker's main process: what becomes of a run whose child is gone.
 
-Celery calls :meth:`on_failure`, :meth:`on_timeout`, ``_announce_revoked`` and
-``_announce_cancelled`` of whatever ``Task.Request`` names; its own
+Celery calls :meth:`on_accepted`, :meth:`on_failure`, :meth:`on_timeout`,
+``_announce_revoked`` and ``_announce_cancelled`` of whatever ``Task.Request`` names; its own
 ``create_request_cls`` replaces ``on_success`` and ``execute_using_pool``, so those
 cannot be overridden.
 """
@@ -63,6 +63,13 @@ class DurableRequest(Request):
         """Whether the pool has begun with it and not ended."""
         return self in state.active_requests
 
+    def on_accepted(self, pid: Any, time_accepted: float) -> None:
+        """The pool has begun with it."""
+        super().on_accepted(pid, time_accepted)
+        if self.delivery is not None:
+            # Also with late acknowledgement: the lease brings a timer back, the broker would bring a duplicate.
+            self.acknowledge()
+
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> None:
         """The body has raised, or its process has gone."""
         error = exc_info.exception
@@ -76,8 +83,11 @@ class DurableRequest(Request):
             self._report_failure(exc_info, send_failed_event, return_ok)
         elif self._durably_settled or self._already_cancelled or self._already_revoked:
             self._ready()
-        elif not self._lost(error, exc_info):
-            self._report_failure(exc_info, send_failed_event, return_ok)
+        else:
+            if not isinstance(error, Exception):
+                error = WorkerLostError(f"The worker process exited prematurely: {error!r}.")
+            if not self._lost(error, exc_info):
+                self._report_death(error, exc_info)
 
     def _report_failure(self, exc_info: Any, send_failed_event: bool, return_ok: bool) -> None:
         """Celery's own report; a result backend that is away must not end the worker, as it would without this."""
@@ -87,6 +97,29 @@ class DurableRequest(Request):
             raise  # Celery's way to end a worker
         except Exception:  # result backends raise what they like; how the timer ended stands in Postgres
             logger.exception("The failure of %s[%s] could not be reported.", self.name, self.id)
+
+    def _report_death(self, error: Exception, exc_info: Any) -> None:
+        """What Celery's own ``on_failure`` reports of a child that is gone.
+
+        Not by it: with late acknowledgement, or retries of lost workers, it would
+        leave the report to a message that does not come again.
+        """
+        self._ready()
+        task, context, traceback = self.task, self._context, getattr(exc_info, "traceback", None)
+        try:
+            task.backend.mark_as_failure(self.id, error, request=context, store_result=self.store_errors)
+        except Exception:  # result backends raise what they like; how the timer ended stands in Postgres
+            logger.exception("The failure of %s[%s] could not be reported.", self.name, self.id)
+        task.request_stack.push(context)
+        try:
+            signals.task_failure.send(
+                sender=task, task_id=self.id, exception=error, args=self.args, kwargs=self.kwargs, traceback=traceback,
+                einfo=exc_info,
+            )  # fmt: skip
+        finally:
+            task.request_stack.pop()
+        self.send_event("task-failed", exception=safe_repr(error), traceback=safe_str(traceback))
+        logger.error("%s[%s] is dead: %s", self.name, self.id, error)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """A time limit is over; a hard one was reported to :meth:`on_failure` already, except by gevent's pool."""
@@ -144,13 +177,11 @@ class DurableRequest(Request):
             if other is not self and other.id == self.id and other.active:
                 state.requests[self.id] = other
 
-    def _lost(self, error: BaseException, exc_info: Any) -> bool:
+    def _lost(self, error: Exception, exc_info: Any) -> bool:
         """Settle the run of a child that is gone; False when Celery shall report the failure."""
         self._durably_settled = True
         delivery, limit = self.delivery, isinstance(error, TimeLimitExceeded)
         assert delivery is not None
-        if not isinstance(error, Exception):
-            error = WorkerLostError(f"The worker process exited prematurely: {error!r}.")
         policy = RetryPolicy.of(self.task)
         failure = carried(error, exc_info)
 

@@ -54,12 +54,13 @@ class DurableTask(Unwrapped, Base):
     ``class MyTask(DurableTask, DjangoTask): ...``.
 
     The options have Celery's names and meaning; only some defaults differ.
+
+    ``acks_late`` and what belongs to it count for messages without a timer
+    (``delay()``).  A timer's message is always acknowledged when its body begins: from
+    there on the lease, not the broker, brings the timer back.
     """
 
     Request = "celery_durable.worker.request:DurableRequest"
-
-    #: Postgres owns redelivery: a second one by the broker would only bring duplicates.
-    acks_late = False
 
     autoretry_for: tuple[type[BaseException], ...] = (Exception,)
     dont_autoretry_for: tuple[type[BaseException], ...] = ()
@@ -98,7 +99,6 @@ class DurableTask(Unwrapped, Base):
         """With ``task_cls`` Celery's own tasks are of this class too: they poll, and know nothing of attempts."""
         cls.takes_lease = False
         cls.Request = Task.Request
-        cls.acks_late = app.conf.task_acks_late
         cls.autoretry_for = ()
 
     def _internal(self) -> bool:

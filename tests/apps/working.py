@@ -35,6 +35,8 @@ app.conf.update(
     durable_connect_timeout=2,
     durable_redispatch_after=float(os.environ.get("TEST_REDISPATCH", "300")),
 )
+# What else a test wants, as JSON.
+app.conf.update(json.loads(os.environ.get("TEST_CONF", "{}")))
 
 TABLE = """create table if not exists body (at timestamptz default clock_timestamp(), name text, task_id text,
     timer_id uuid, attempt int, retries int, key text, pid int, parent int, more json)"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -152,6 +153,56 @@ def test_a_hard_time_limit_is_one_failure(bench: Bench) -> None:
     later = apply_at(bench.task("note"), 0, ("later",))
     bench.until(later, "succeeded")
     assert errbacks(bench) == 1
+
+
+LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
+
+
+class TestLateAcknowledgement:
+    """An app whose messages are acknowledged late: the user's wish for a direct call, never for a timer."""
+
+    def test_a_direct_call_comes_back_from_the_broker(self, bench: Bench) -> None:
+        bench.worker(TEST_CONF=json.dumps(LATE))
+        result = bench.task("killer").delay("direct", 1)
+        assert result.get(timeout=20) == "direct"
+        assert len(bench.bodies("direct")) == 2
+        result = bench.task("gate").delay("late", bench.file("go"))
+        bench.until_begun("late")
+        assert bench.messages() == 1
+        bench.let_go("go")
+        assert result.get(timeout=10) == "late"
+        eventually(lambda: bench.messages() == 0, message="it is acknowledged at its end")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            LATE,
+            {"task_acks_late": True, "task_acks_on_failure_or_timeout": False},
+            {"task_retry_on_worker_lost": True},
+        ],
+    )
+    def test_a_timer_comes_back_by_its_lease(self, bench: Bench, settings: dict[str, bool]) -> None:
+        """As many bodies as ever, one failure, and no copy of the message."""
+        bench.beat()
+        bench.worker(TEST_CONF=json.dumps(settings))
+        going = apply_at(bench.task("gate"), 0, ("early", bench.file("go")))
+        bench.until_begun("early")
+        eventually(lambda: bench.messages() == 0, message="it is acknowledged while it runs")
+        bench.let_go("go")
+        bench.until(going, "succeeded")
+        for task, reason, error in (
+            ("killer", "worker lost", WorkerLostError), ("endless", "time limit", TimeLimitExceeded),
+        ):  # fmt: skip
+            before = errbacks(bench)
+            timer = apply_at(bench.task(task), 0, (task,), link_error=bench.task("errback").si())
+            found = bench.until(timer, "dead")
+            assert (found.attempt, found.reason) == (bench.task(task).max_retries + 1, reason)
+            with pytest.raises(error):
+                timer.result.get(timeout=10)
+            eventually(lambda before=before: errbacks(bench) == before + 1, message="one errback")
+            assert len(bench.bodies(task)) == found.attempt
+        eventually(lambda: bench.messages() == 0, message="the errbacks are acknowledged too")
+        assert bench.rows("select 1 as one from {schema}.timer union all select 1 from {schema}.run") == []
 
 
 def test_a_lost_lease_sends_nothing(bench: Bench) -> None:

@@ -80,7 +80,7 @@ def test_the_request_class_is_kept_but_for_two_methods(app: Celery) -> None:
 
 def test_celery_calls_what_we_override() -> None:
     """The names, and what they are given."""
-    for name in ("on_failure", "on_timeout", "_announce_revoked", "_announce_cancelled"):
+    for name in ("on_accepted", "on_failure", "on_timeout", "_announce_revoked", "_announce_cancelled"):
         assert callable(getattr(Request, name))
     assert list(inspect.signature(Request.on_failure).parameters) == [
         "self", "exc_info", "send_failed_event", "return_ok",

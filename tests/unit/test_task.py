@@ -46,10 +46,25 @@ def test_task_cls_makes_every_task_of_an_app_durable(app: Celery) -> None:
     task: Any = app.tasks["proj.mine"]
     assert isinstance(task, DurableTask)
     assert task.takes_lease
-    assert task.acks_late is False
+    assert task.acks_late is False  # Celery's default
     # STARTED is stored after the lease: a late duplicate must not write it over a result.
     assert (task.stores_started, task.track_started) == (True, False)
     assert LEASE_STEP in app.steps["consumer"]
+
+
+def test_late_acknowledgement_is_the_apps_or_the_tasks() -> None:
+    """It counts for messages without a timer; see the faults for what the worker does."""
+    app = make_app(task_acks_late=True)
+
+    @app.task(shared=False, name="proj.late")
+    def late() -> None:
+        """Nothing."""
+
+    @app.task(shared=False, name="proj.early", acks_late=False)
+    def early() -> None:
+        """Nothing."""
+
+    assert (app.tasks["proj.late"].acks_late, app.tasks["proj.early"].acks_late) == (True, False)
 
 
 def test_celerys_own_tasks_are_left_to_celery() -> None:
