@@ -9,6 +9,7 @@ statements and no hand-over.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -217,6 +218,9 @@ class Dispatcher:
                 redispatch_max=self._settings.redispatch_max,
             )  # fmt: skip
             self.dispatched += len(lateness)
+            if logger.isEnabledFor(logging.DEBUG):
+                for claim in page.confirmed:
+                    logger.debug("%s sent. id->%s", claim.task, claim.id)
         for claim in page.returned:
             pause = pause_of_returned(self._late(claim), most=self._settings.redispatch_after)
             claims.release(executor, [claim], pause=pause)

@@ -41,7 +41,7 @@ ALIVE = 4.0
 SHARE = 5
 #: Seconds after which the pruning looks again at what it has passed by.
 PRUNE_ANEW = 600.0
-#: Least seconds between two errors about the same sweep.
+#: Least seconds between two errors about the same sweep, and between two lines about what was dispatched.
 QUIET = 60.0
 
 
@@ -65,6 +65,8 @@ class Sweeper:
         self._prune_anew_at = float("-inf")
         self._more_to_prune = False
         self._said_at: dict[str, float] = {}
+        self._untold = 0
+        self._told_at = float("-inf")
         self._next_at = float("-inf")
         self._alive_at = float("-inf")
         self.beat_id = new_id()
@@ -165,10 +167,19 @@ class Sweeper:
     def _say_alive(self, executor: Executor) -> None:
         beats.forget_silent(executor)
         dispatched, self._dispatcher.dispatched = self._dispatcher.dispatched, 0
+        self._tell(dispatched)
         beats.seen(
             executor, self.beat_id, node=socket.gethostname(), pid=os.getpid(), version=version("celery-durable"),
             dispatched=dispatched, code=self.code,
         )  # fmt: skip
+
+    def _tell(self, dispatched: int) -> None:
+        """Say how many timers were dispatched; a line for each would drown all others."""
+        self._untold += dispatched
+        now = time.monotonic()
+        if self._untold and now >= self._told_at + QUIET:
+            logger.info("Dispatched %d timers.", self._untold)
+            self._untold, self._told_at = 0, now
 
     def _try(self, what: str, operation: Callable[[Executor], T]) -> T | None:
         """Run one sweep; an error of its statement is said and stops no other sweep."""
