@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_durable import DurableTask
@@ -95,6 +95,12 @@ def after(self: Any, value: Any, name: str) -> Any:
 def errback(self: Any, *_: Any) -> None:
     """A callback for failures."""
     after.run(None, "errback")
+
+
+@app.task(**{**QUICK, "base": Task if "TEST_FORMER" in os.environ else DurableTask}, name="working.former")
+def former(self: Any, name: str) -> None:
+    """A durable task that a later program has made a plain one."""
+    after.run(None, name)
 
 
 @app.task(**QUICK, name="working.flaky")

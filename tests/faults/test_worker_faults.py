@@ -338,6 +338,17 @@ def test_a_worker_that_meets_another_schema_stops(bench: Bench) -> None:
     assert worker.process.returncode == os.EX_CONFIG
 
 
+def test_a_task_that_is_durable_no_more_is_told_of_once(bench: Bench) -> None:
+    """Its timers run as plain bodies, and nobody ends them: the worker says which task, and what to do."""
+    bench.beat()
+    worker = bench.worker(TEST_FORMER="1")
+    timers = [apply_at(bench.task("former"), 0, ("former",)) for _ in range(3)]
+    bench.until_begun("former", 3)
+    worker.wait_for_log("Task working.former is no DurableTask here")
+    assert worker.logs().count("is no DurableTask here") == 1
+    assert [each.cancel() for each in timers] == ["cancelled"] * 3
+
+
 def test_a_warm_shutdown_lets_bodies_end(bench: Bench) -> None:
     """Heartbeats go on until the last body has ended, longer than the lease."""
     bench.beat()
