@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -44,8 +43,9 @@ def split(
         The app, the registered task or its name, arguments, keyword arguments, Celery's options.
 
     Raises:
-        InvalidTimer: for a canvas of several tasks, or what is no call at all.
+        InvalidTimer: for a canvas of several tasks, what is no call at all, and arguments that are none.
     """
+    check_arguments(args, kwargs)
     if isinstance(call, str):
         app = app or present_app()
         return app, app.tasks.get(call, call), args, kwargs, dict(options)
@@ -63,6 +63,14 @@ def split(
     if isinstance(call, Task):
         return app or call.app, call, args, kwargs, dict(options)
     raise InvalidTimer(f"A timer stores a task, a signature or a task's name, not {call!r}.")
+
+
+def check_arguments(args: object, kwargs: object) -> None:
+    """Raise InvalidTimer unless they are what a call can be made with."""
+    if args is not None and not isinstance(args, (list, tuple)):
+        raise InvalidTimer(f"args = {args!r}: it must be a list or a tuple; one argument is written (argument,).")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise InvalidTimer(f"kwargs = {kwargs!r}: it must be a dict with text keys.")
 
 
 def is_leased(task: Task[..., Any] | str, durable: bool | None) -> bool:
@@ -182,9 +190,3 @@ def check_name(argument: str, value: str | None) -> None:
         raise InvalidTimer(f"{argument} = {value!r}: it holds a NUL character, which Postgres cannot store.")
     if size > MAX_NAME:
         raise InvalidTimer(f"{argument} of {size:,} bytes is too long: at most {MAX_NAME:,}. Use a digest of it.")
-
-
-def with_key(timer: NewTimer, key: str) -> NewTimer:
-    """The same row under another idempotency key."""
-    check_name("key", key)
-    return replace(timer, key=key, headers={**timer.headers, "durable_key": key})

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -107,7 +107,11 @@ def _store(executor: Executor, app: Celery, timer: timers.NewTimer, on_conflict:
         raise KeyConflict(f"The key {timer.key!r} is held by a timer that this transaction cannot see. Try again.")
     if on_conflict == "keep":
         return Timer.of(app, holder)
-    cure = "wait until it has been pruned, or use another key" if on_conflict == "error" else "it no longer waits"
+    cure = (
+        'on_conflict="keep" returns that one, "replace" gives it this call while it waits; or use another key'
+        if on_conflict == "error"
+        else "it no longer waits, so it cannot be replaced. Use another key, or wait until durable_retention is over"
+    )
     raise KeyConflict(f"The key {timer.key!r} is held by timer {holder.id} of {holder.task}, {holder.state}: {cure}.")
 
 
@@ -156,6 +160,7 @@ def apply_many(
     if on_conflict not in ("keep", "error"):
         raise InvalidTimer(f"on_conflict = {on_conflict!r}: apply_many knows keep and error. Use apply_at to replace.")
     app, task, args, kwargs, options = calls.split(call, None, None, options, app)
+    calls.check_name("tenant", tenant)
     if "task_id" in options:
         raise InvalidTimer("task_id cannot be one for many timers. Leave it out, or use apply_at.")
     database = Database.of(app)
@@ -197,13 +202,21 @@ def _bulk_rows(
             try:
                 due = _moment(when, database)
                 calls.check_name("key", key)
+                calls.check_arguments(more_args, more_kwargs)
             except InvalidTimer as exc:
                 raise InvalidTimer(f"Item {number}: {exc}") from exc
             timer_id = new_id()
             read.append((timer_id, due, key))
             yield str(timer_id), (*(more_args or ()), *(args or ())), {**(kwargs or {}), **(more_kwargs or {})}
 
-    for number, rendered in enumerate(render_many(app, task, wanted(), options)):
+    rendering = render_many(app, task, wanted(), options)
+    for number in count():
+        try:
+            rendered = next(rendering)
+        except StopIteration:
+            return
+        except (InvalidTimer, TypeError) as exc:
+            raise type(exc)(str(exc) if str(exc).startswith("Item ") else f"Item {number}: {exc}") from exc
         timer_id, due, key = read.pop()
         headers = rendered.message.headers
         headers |= {
@@ -252,7 +265,8 @@ def _store_page(
         if holder is not None and holder.id != each.id:
             if on_conflict == "error":
                 raise KeyConflict(
-                    f"The key {each.key!r} is held by timer {holder.id}, {holder.state}; nothing was stored."
+                    f"The key {each.key!r} is held by timer {holder.id}, {holder.state}; nothing was stored. "
+                    'Say on_conflict="keep" to get that one instead, or use another key.'
                 )
             made.append(Timer.of(app, holder))
             continue
@@ -277,16 +291,34 @@ def _holder(executor: Executor, timer: timers.NewTimer) -> timers.Found:
     return holder
 
 
-def get_timer(identity: Timer | UUID | str, *, connection: Any = None, app: Celery | None = None) -> Timer | None:
-    """Find a timer by its id or its Celery task id; of several the live one.
+def get_timer(
+    identity: Timer | UUID | str | None = None,
+    *,
+    key: str | None = None,
+    connection: Any = None,
+    app: Celery | None = None,
+) -> Timer | None:
+    """Find a timer.
+
+    Arguments:
+        identity: a handle, a timer id or a Celery task id; of several timers of a task id the live one; or
+        key: an idempotency key.
+        connection: as for :func:`apply_at`.
+        app: the app, when the handle does not say.
 
     Returns:
         The handle, or None when there is none (never was, or pruned).
     """
     app = app or _app_of(identity)
-    database = Database.of(app)
-    text = identity.id if isinstance(identity, Timer) else identity
-    found = database.perform(lambda executor: timers.find(executor, text), connection)
+    _check_named(identity, key)
+
+    def look(executor: Executor) -> timers.Found | None:
+        if key is not None:
+            return timers.find_key(executor, key)
+        assert identity is not None
+        return timers.find(executor, identity.id if isinstance(identity, Timer) else identity)
+
+    found = Database.of(app).perform(look, connection)
     return None if found is None else Timer.of(app, found)
 
 
@@ -357,9 +389,13 @@ def reschedule(
     return answer
 
 
-def _resolve(executor: Executor, timer: Timer | UUID | str | None, key: str | None) -> UUID | None:
+def _check_named(timer: Timer | UUID | str | None, key: str | None) -> None:
     if (timer is None) == (key is None):
         raise InvalidTimer("Name the timer either by its id or by key=, and not by both.")
+
+
+def _resolve(executor: Executor, timer: Timer | UUID | str | None, key: str | None) -> UUID | None:
+    _check_named(timer, key)
     if key is not None:
         found = timers.find_key(executor, key)
         return None if found is None else found.id

@@ -38,7 +38,7 @@ class Outgoing:
     timer_id: UUID | str
     message: Message
     expiration: float | None = None
-    """Time to live in seconds, as of :func:`~.rendering.rerender_expires`."""
+    """Time to live in seconds."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from kombu.compression import compress
 
 from ..errors import InvalidTimer
 from .capture import CapturingProducer, serialize
+from .checks import check_message, check_options
 from .message import Message
 
 if TYPE_CHECKING:
@@ -139,21 +140,6 @@ def render_many(
         yield rendered
 
 
-def rerender_expires(expires_at: datetime | None, now: datetime) -> float | None:
-    """The message's time to live at `now`, as Celery computes it when it publishes.
-
-    Arguments:
-        expires_at: from :class:`Rendered`, aware.
-        now: the database clock, aware.
-
-    Returns:
-        Seconds, not negative, for :class:`~.delivery.Outgoing`; None without an expiry.
-    """
-    if expires_at is None:
-        return None
-    return max((expires_at - now).total_seconds(), 0.0)
-
-
 def own_headers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """The headers that are the user's: those not named ``durable_…``."""
     return {key: value for key, value in (headers or {}).items() if not str(key).startswith(PREFIX)}
@@ -176,6 +162,7 @@ def _render(
     headers: Mapping[str, Any] | None,
 ) -> tuple[Rendered, CapturingProducer]:
     given = dict(options or {})
+    check_options(given)
     for name in ("eta", "countdown"):
         if given.get(name):
             raise InvalidTimer(
@@ -204,6 +191,7 @@ def _render(
     message = producer.message
     if message is None:
         raise InvalidTimer(f"apply_async of {_name(task)} did not publish anything, so there is nothing to store.")
+    check_message(message)
     if isinstance(result, AsyncResult):
         result.ignored = ignore_result
     return (
@@ -356,5 +344,8 @@ def _instant(expires: Any) -> datetime | None:
     if expires is None:
         return None
     # Celery reads a naive expiry as UTC, whatever the app's zone.
-    instant = maybe_iso8601(expires)
+    try:
+        instant = maybe_iso8601(expires)
+    except (TypeError, ValueError) as exc:
+        raise InvalidTimer(f"expires = {expires!r}: it must be seconds, a datetime or ISO-8601 text.") from exc
     return None if instant is None else maybe_make_aware(instant).astimezone(timezone.utc)

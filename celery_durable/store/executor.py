@@ -90,14 +90,23 @@ class CursorExecutor:
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """See :meth:`Executor.atomic`; needs a transaction that the caller has begun."""
-        self.fetch("savepoint celery_durable")
+        """See :meth:`Executor.atomic`."""
+        begin, undo, end = (
+            ("begin", "rollback", "commit") if self._autocommit()
+            else (f"{word} celery_durable" for word in ("savepoint", "rollback to savepoint", "release savepoint"))
+        )  # fmt: skip
+        self.fetch(begin)
         try:
             yield
         except BaseException:
-            self.fetch("rollback to savepoint celery_durable")
+            self.fetch(undo)
             raise
-        self.fetch("release savepoint celery_durable")
+        self.fetch(end)
+
+    def _autocommit(self) -> bool:
+        """Whether no transaction is open, as outside Django's ``atomic()``."""
+        told = getattr(self._connection, "get_autocommit", None)
+        return bool(told() if callable(told) else getattr(self._connection, "autocommit", False))
 
 
 def executor_for(connection: Any, schema: str) -> Executor:

@@ -342,6 +342,8 @@ def insert_each(executor: Executor, many: Sequence[NewTimer]) -> dict[UUID, date
 def find(executor: Executor, identity: UUID | str) -> Found | None:
     """Find a timer by its id or its Celery task id; of several the live one, else the newest."""
     text = str(identity)
+    if storable(text) != text:
+        return None  # no column can hold it
     rows: Sequence[Row] = ()
     try:
         rows = executor.fetch(FIND, {"id": str(UUID(text))})
@@ -352,7 +354,7 @@ def find(executor: Executor, identity: UUID | str) -> Found | None:
 
 def find_key(executor: Executor, key: str) -> Found | None:
     """Find the timer that holds an idempotency key."""
-    return _best(executor.fetch(FIND_KEY, {"id": key}))
+    return _best(executor.fetch(FIND_KEY, {"id": key})) if storable(key) == key else None
 
 
 def _best(rows: Sequence[Row]) -> Found | None:

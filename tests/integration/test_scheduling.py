@@ -455,8 +455,126 @@ def test_apply_many_with_a_router_that_looks_at_the_arguments(app: Celery, add: 
     assert [each.details.queue for each in made if each.details] == [f"queue-{each % 3}" for each in range(9)]
     assert [each.key for each in made] == [f"k{9 - each}" for each in range(9)]
     found = Database.of(app).run(
-        lambda executor: executor.fetch("select count(distinct queue) as queues, count(*) filter (where tenant = 't') as n from {schema}.call")
-    )  # fmt: skip
+        lambda executor: executor.fetch("select count(distinct queue) as queues, count(tenant) as n from {schema}.call")
+    )
     assert (found[0].queues, found[0].n) == (3, 9)
     again = apply_many(add, [(HOUR, (each,), None, f"k{9 - each}") for each in range(10)])
     assert [each.created for each in again] == [False] * 9 + [True]
+
+
+NUL, SURROGATE = "a\x00b", "a\ud800b"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"delivery_mode": "x"}, "delivery_mode"), ({"delivery_mode": 7}, "delivery_mode"),
+        ({"headers": {"task": None}}, "task"), ({"headers": {"id": [1]}}, "id"), ({"headers": {"retries": "x"}}, "retries"),
+        ({"headers": {"timelimit": 5}}, "timelimit"), ({"headers": {"lang": 3}}, "lang"), ({"headers": [1]}, "headers"),
+        ({"headers": {"root_id": 5}}, "root_id"), ({"headers": {1: 2}}, "headers"), ({"headers": "x"}, "headers"),
+        ({"headers": {"stamps": 1}}, "stamps"), ({"headers": {"expires": 7}}, "expires"),
+        ({"headers": {"group": ["x"]}}, "group"), ({"headers": {"compression": 1}}, "compression"),
+        ({"queue": NUL}, "queue|routing_key"), ({"queue": SURROGATE}, "queue|routing_key"),
+        ({"exchange": NUL, "routing_key": "x"}, "exchange"), ({"exchange": "x", "routing_key": NUL}, "routing_key"),
+        ({"expires": "tomorrow"}, "expires"), ({"expires": float("nan")}, "expires"), ({"expires": [1]}, "expires"),
+        ({"expires": timedelta(1)}, "expires"), ({"stamped_headers": 5}, "stamped_headers"),
+        ({"stamped_headers": ["x", 1]}, "stamped_headers"), ({"time_limit": "x"}, "time_limit"),
+        ({"soft_time_limit": -1}, "soft_time_limit"), ({"priority": "high"}, "priority"), ({"priority": 300}, "priority"),
+        ({"delivery_info": 5}, "delivery_info"), ({"correlation_id": 5}, "correlation_id"), ({"reply_to": NUL}, "reply_to"),
+        ({"key": NUL}, "key"), ({"key": SURROGATE}, "key"), ({"key": ""}, "key"), ({"key": 5}, "key"),
+        ({"tenant": NUL}, "tenant"), ({"task_id": NUL}, "task_id"), ({"task_id": SURROGATE}, "task_id"),
+        ({"args": 42}, "args"), ({"args": "ab"}, "args"), ({"kwargs": [1]}, "kwargs"), ({"kwargs": {1: 2}}, "kwargs"),
+        ({"serializer": "none"}, "serialized"), ({"compression": "none"}, "compression"),
+        ({"countdown": 5}, "countdown"), ({"shadow": 5}, "shadow"),
+    ],
+)  # fmt: skip
+def test_an_option_that_would_fail_later_is_refused_now(
+    app: Celery, add: Any, outside: psycopg.Connection[Any], options: dict[str, Any], said: str
+) -> None:
+    """By its name, with nothing stored and the caller's transaction as it was; in one call and in many."""
+    options = dict(options)
+    args = options.pop("args", (1,))
+    kwargs = options.pop("kwargs", None)
+    with Database.of(app).connect("caller") as caller, caller.transaction():
+        with pytest.raises(InvalidTimer, match=said):
+            apply_at(add, HOUR, args, kwargs, connection=caller, **options)
+        key = options.pop("key", None)
+        many = {name: value for name, value in options.items() if name != "task_id"}
+        if many or key is not None or args != (1,) or kwargs is not None:
+            with pytest.raises(InvalidTimer, match=said):
+                apply_many(add, [(HOUR, args, kwargs, key)], connection=caller, **many)
+        caller.execute("select 1")
+    assert stored(outside) == 0
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [(HOUR, (1,)), (HOUR, 42)], [(HOUR, (1,)), (HOUR, (1,), [2])], [(HOUR, (1,)), (HOUR, (object(),))],
+        [(HOUR, (1,)), (float("nan"), (1,))], [(HOUR, (1,)), (HOUR, (1,), None, NUL)], [(HOUR, (1,)), (HOUR, ("x" * 2_000_000,))],
+        [(HOUR, (1,)), (HOUR, (1, 2, 3))], [(HOUR, (1,)), 5],
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_of_many_is_said_with_its_number(
+    app: Celery, add: Any, outside: psycopg.Connection[Any], items: list[Any]
+) -> None:
+    with pytest.raises((InvalidTimer, TypeError), match=r"^Item 1\b"):
+        apply_many(add, items)
+    assert stored(outside) == 0
+
+
+@pytest.mark.parametrize("identity", [NUL, SURROGATE, "", "x" * 5000])
+def test_nobody_is_called_that(app: Celery, identity: str) -> None:
+    assert get_timer(identity, app=app) is None and get_timer(key=identity, app=app) is None
+    assert cancel(identity, app=app) == "unknown" and cancel(key=identity, app=app) == "unknown"
+    assert reschedule(identity, 5, app=app) == "unknown"
+
+
+def test_a_timer_is_found_by_its_key(app: Celery, add: Any) -> None:
+    timer = apply_at(add, HOUR, (1,), key="k")
+    assert get_timer(key="k", app=app) == timer and get_timer(key="l", app=app) is None
+    for wrong in ({}, {"identity": timer, "key": "k"}):
+        with pytest.raises(InvalidTimer, match="not by both"):
+            get_timer(app=app, **wrong)  # type: ignore[arg-type]  # the wrong call is the point
+
+
+def test_legal_oddities_are_stored(app: Celery, add: Any) -> None:
+    """What Celery takes and workers read: a Queue object, datetimes, empty headers, a limit of either kind."""
+    from kombu import Queue
+
+    app.amqp.queues.add(Queue("odd"))
+    for options in (
+        {"queue": app.amqp.queues["odd"]}, {"expires": datetime(2090, 1, 1)}, {"headers": {}}, {"time_limit": 5},
+        {"soft_time_limit": 0.5}, {"priority": 0}, {"delivery_mode": "transient"}, {"x-anything": 1},
+        {"headers": {"mine": {"nested": [1, NUL]}}}, {"shadow": "other"}, {"stamped_headers": ["a"], "a": 1},
+        {"expires": "2090-01-01T00:00:00"}, {"delivery_mode": 2}, {"correlation_id": "c"},
+    ):  # fmt: skip
+        assert apply_at(add, HOUR, (1,), **options).state == "waiting"
+
+
+class Wrapped:
+    """A DB-API connection that is neither psycopg's nor SQLAlchemy's, as Django's is."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+
+    def cursor(self) -> Any:
+        return self._connection.cursor()
+
+    def get_autocommit(self) -> bool:
+        return self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+def test_many_on_a_connection_in_autocommit(app: Celery, add: Any, outside: psycopg.Connection[Any]) -> None:
+    """Outside Django's atomic() all or none are stored all the same; inside it they go with the transaction."""
+    with Database.of(app).connect("caller") as caller:
+        wrapped = Wrapped(caller)
+        apply_many(add, [(HOUR, (each,)) for each in range(3)], connection=wrapped)
+        assert stored(outside) == 3
+        with pytest.raises(KeyConflict):
+            apply_many(add, [(HOUR, (1,), None, "k"), (HOUR, (1,), None, "k")], connection=wrapped, on_conflict="error")
+        assert stored(outside) == 3
+        with pytest.raises(ZeroDivisionError), caller.transaction():
+            apply_many(add, [(HOUR, (1,))], connection=wrapped)
+            raise ZeroDivisionError
+        assert stored(outside) == 3

@@ -23,7 +23,7 @@ from celery_durable.errors import InvalidTimer
 from celery_durable.messages.delivery import Outcome, Outgoing
 from celery_durable.messages.message import Message, revive, storable
 from celery_durable.messages.publishers import publisher_for
-from celery_durable.messages.rendering import render, render_many, rerender_expires, shown
+from celery_durable.messages.rendering import render, render_many, shown
 
 #: Differ between any two messages of Celery.
 INCIDENTAL = ("delivery_tag", "delivery_info", "body_encoding")
@@ -349,13 +349,6 @@ def test_expiry_becomes_an_instant(app: Celery) -> None:
     assert text == datetime(2090, 1, 1, 10, tzinfo=timezone.utc)
     assert "expiration" not in render(app, "calls.add", (1,), options={"expires": 60}).message.properties
     assert render(app, "calls.add", (1,)).expires_at is None
-
-
-def test_time_to_live_is_computed_at_dispatch() -> None:
-    now = datetime(2030, 1, 1, tzinfo=timezone.utc)
-    assert rerender_expires(None, now) is None
-    assert rerender_expires(now + timedelta(seconds=90.5), now) == 90.5
-    assert rerender_expires(now - timedelta(seconds=1), now) == 0.0
 
 
 def test_many_equal_one_by_one(app: Celery) -> None:
