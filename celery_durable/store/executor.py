@@ -85,7 +85,7 @@ class CursorExecutor:
             cursor.execute(qualified(sql, self._schema), dict(params or {}))
             if not cursor.description:
                 return ()
-            row = namedtuple("row", [column[0] for column in cursor.description])  # type: ignore[misc]  # columns known at run time only
+            row = namedtuple("row", [column[0] for column in cursor.description], rename=True)  # type: ignore[misc]  # columns known at run time only
             return [row(*values) for values in cursor.fetchall()]
 
     @contextmanager
