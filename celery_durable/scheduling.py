@@ -76,6 +76,31 @@ def apply_at(
     """
     if on_conflict not in _CONFLICTS:
         raise InvalidTimer(f"on_conflict = {on_conflict!r} is none of {', '.join(_CONFLICTS)}.")
+    return _apply(
+        call, when, args, kwargs, key=key, on_conflict=on_conflict, connection=connection, tenant=tenant, durable=durable,
+        app=app, options=options, check_expiry=True,
+    )  # fmt: skip
+
+
+def defer(task: Task[..., Any], when: When, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Timer:
+    """Store what ``apply_async`` was given a countdown or an eta for.
+
+    As :func:`apply_at`, but for a call that expires before it is due: Celery takes it and lets it expire, and
+    so does this.
+    """
+    named: dict[str, Any] = {name: options.get(name) for name in ("key", "connection", "tenant")}
+    rest = {name: value for name, value in options.items() if name not in (*named, "on_conflict")}
+    return _apply(
+        task, when, args, kwargs, **named, on_conflict=options.get("on_conflict", "keep"), durable=None, app=None,
+        options=rest, check_expiry=False,
+    )  # fmt: skip
+
+
+def _apply(
+    call: Task[..., Any] | Signature[Any] | str, when: When, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None,
+    *, key: str | None, on_conflict: OnConflict, connection: Any, tenant: str | None, durable: bool | None,
+    app: Celery | None, options: Mapping[str, Any], check_expiry: bool,
+) -> Timer:  # fmt: skip
     app, task, args, kwargs, options = calls.split(call, args, kwargs, options, app)
     database = Database.of(app)
     due = _moment(when, database)
@@ -84,7 +109,8 @@ def apply_at(
         app, task, args, kwargs, options, timer_id=timer_id, leased=calls.is_leased(task, durable), key=key,
         due_at=due.at, delay=due.after, tenant=tenant, max_payload=database.settings.max_payload,
     )  # fmt: skip
-    _check_expiry(timer.expires_at, due)
+    if check_expiry:
+        _check_expiry(timer.expires_at, due)
     return database.perform(lambda executor: _store(executor, app, timer, on_conflict), connection)
 
 

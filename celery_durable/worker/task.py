@@ -189,7 +189,7 @@ class DurableTask(Unwrapped, Base):
         chosen = {name: value for name, value in {**named, **options}.items() if value is not None}
         for name in ("eta", "countdown", *_BROKER_OPTIONS):
             chosen.pop(name, None)
-        timer = scheduling.apply_at(self, when, args, kwargs, **chosen)
+        timer = scheduling.defer(self, when, args, kwargs, chosen)
         return self.AsyncResult(timer.task_id)
 
     def retry(

@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from celery_durable import (
+    DurableTask,
     InvalidTimer,
     KeyConflict,
     apply_at,
@@ -578,3 +579,18 @@ def test_many_on_a_connection_in_autocommit(app: Celery, add: Any, outside: psyc
             apply_many(add, [(HOUR, (1,))], connection=wrapped)
             raise ZeroDivisionError
         assert stored(outside) == 3
+
+
+def test_a_deferred_call_may_expire_before_it_is_due(app: Celery) -> None:
+    """As Celery takes it: the call expires; apply_at, which is ours, says that it makes no sense."""
+
+    @app.task(base=DurableTask, name="proj.durable", shared=False)
+    def durable() -> None: ...
+
+    result = durable.apply_async(countdown=60, expires=30)
+    timer = get_timer(result.id, app=app)
+    assert timer is not None and timer.state == "waiting"
+    assert timer.details is not None and timer.details.expires_at is not None and timer.due_at is not None
+    assert timer.details.expires_at < timer.due_at
+    with pytest.raises(InvalidTimer, match="before it is due"):
+        durable.apply_at(60, expires=30)
