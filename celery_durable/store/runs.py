@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 from uuid import UUID
 
+from celery_durable.core.states import State
 from celery_durable.core.text import storable
 from celery_durable.store.executor import Executor, Row
 from celery_durable.store.timers import ANNOUNCED, NewTimer
@@ -240,6 +241,13 @@ union all
 select ending from {schema}.attempt where timer_id = %(id)s::uuid and fence = %(fence)s
 """
 
+# Purpose: where a run stands under a fence, once no transaction is about to end it.  Index: primary keys.
+# Locks: waits for the row's holder.  Fence: named.
+STANDING_RUN = """
+select state from {schema}.run where id = %(id)s::uuid and fence = %(fence)s for update
+"""
+STANDING_OUTCOME = "select state from {schema}.outcome where id = %(id)s::uuid and fence = %(fence)s"
+
 NO_FAILURE = Failure(error_type="", error="")
 
 
@@ -387,6 +395,16 @@ def refused(
 def endings(executor: Executor, timer_id: UUID, fence: int) -> set[str]:
     """The state and the attempt's ending recorded under this fence; empty while the run lives, or when it was pruned."""
     return {row.ending for row in executor.fetch(ENDINGS, {"id": str(timer_id), "fence": fence})}
+
+
+def standing(executor: Executor, timer_id: UUID, fence: int) -> State | None:
+    """The state of a run under this fence, after any transaction that is about to end it; None: replaced or pruned."""
+    parameters = {"id": str(timer_id), "fence": fence}
+    for statement in (STANDING_RUN, STANDING_OUTCOME):
+        rows = executor.fetch(statement, parameters)
+        if rows:
+            return State(rows[0].state)
+    return None
 
 
 def new_message(executor: Executor, timer: NewTimer, call_id: UUID) -> None:

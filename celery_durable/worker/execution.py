@@ -49,7 +49,7 @@ def run_leased(task: Any, delivery: Delivery, body: Body) -> Any:
                 return run.resume()
         value = body()
         with soft_limit_held(discard=True):
-            if run.wanted is None:
+            if run.wanted is None and not run.completed:
                 run.succeed(value)
     except BaseException as error:
         if run is None or run.settled:

@@ -14,6 +14,7 @@ from kombu.serialization import dumps, loads
 
 from celery_durable import calls
 from celery_durable.core.identity import new_id
+from celery_durable.core.states import State
 from celery_durable.errors import DuplicateDelivery
 from celery_durable.store import runs
 from celery_durable.store.database import DATABASE_ERRORS, Database
@@ -63,6 +64,8 @@ class LeasedRun(Attempt):
         self.settled = False
         #: The return value is kept until callbacks are out.
         self.held = False
+        #: The task has completed the run in its own transaction.
+        self.completed = False
 
     @classmethod
     def take(cls, task: Any, delivery: Delivery, policy: RetryPolicy) -> LeasedRun:
@@ -164,6 +167,14 @@ class LeasedRun(Attempt):
         """End the run as succeeded."""
         self._settle("succeeded", runs.finish)
 
+    def ending_with(self, value: Any) -> Ending:
+        """The end of this run in the task's own transaction, with what its callbacks are to get.
+
+        Raises:
+            UnserializableResult: nothing is settled.
+        """
+        return Ending(self, self.encode(value))
+
     def back_off(
         self, *, delay: float | None = None, due_at: Any = None, failure: Failure = runs.NO_FAILURE,
         ending: str = "failed", lost: bool = False, message: NewTimer | None = None,
@@ -257,6 +268,54 @@ def _plain(value: Any) -> bool:
     """Whether every serializer takes the value, as far as that is quickly said; a lone surrogate is no UTF-8."""
     kind = type(value)
     return value is None or kind is bool or (kind is int and value in _INTEGERS) or (kind is str and value.isascii())
+
+
+class Ending:
+    """The end of a run as the last statement of somebody else's transaction.
+
+    Arguments:
+        run: the run.
+        held: the return value that callbacks wait for, if any do.
+    """
+
+    def __init__(self, run: LeasedRun, held: Held | None) -> None:
+        self._run = run
+        self._held = held
+
+    def last_statement(self, executor: Executor) -> bool:
+        """Finish the run, or keep its value; False when the lease is no longer ours."""
+        timer_id, fence = self._run.lease.timer_id, self._run.lease.fence
+        if self._held is None:
+            return runs.finish(executor, timer_id, fence)
+        return runs.hold(executor, timer_id, fence, self._held)
+
+    def stands(self) -> bool:
+        """Whether the transaction has committed, read from the run's row once no transaction holds it.
+
+        Raises:
+            DuplicateDelivery: Postgres did not tell for as long as the lease may last.
+        """
+        run = self._run
+        timer_id, fence = run.lease.timer_id, run.lease.fence
+        wanted = State.SUCCEEDED if self._held is None else State.FINISHING
+
+        def look(executor: Executor) -> bool:
+            return runs.standing(executor, timer_id, fence) == wanted
+
+        try:
+            return patiently(run.database, look, run.database.settings.lease)
+        except DATABASE_ERRORS as exc:
+            run.settled = True
+            logger.error(
+                "Whether %s[%s] has committed is not known, its lease will expire: %s", run.task.name, timer_id, exc
+            )
+            raise DuplicateDelivery("unavailable") from exc
+
+    def settle(self) -> None:
+        """The transaction has committed: nothing more is due but callbacks."""
+        self._run.settled = self._held is None
+        self._run.held = self._held is not None
+        self._run.completed = True
 
 
 def ignores_result(task: Any) -> bool:

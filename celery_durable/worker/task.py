@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +18,12 @@ from celery_durable.core.moments import When
 from celery_durable.errors import LeaseLost
 from celery_durable.messages.capture import CapturingProducer
 from celery_durable.messages.rendering import own_headers
+from celery_durable.store.database import Database
 from celery_durable.timer import Timer
 from celery_durable.worker import execution
 from celery_durable.worker.attempt import Attempt, Wanted, due
 from celery_durable.worker.autoretry import Unwrapped
+from celery_durable.worker.completion import Completion, completing
 from celery_durable.worker.context import DurableContext
 from celery_durable.worker.delivery import Delivery
 from celery_durable.worker.leased_run import LeasedRun
@@ -142,6 +145,35 @@ class DurableTask(Unwrapped, Base):
             raise LeaseLost(
                 f"The lease of {self.name}[{run.lease.timer_id}], fence {run.lease.fence}, is no longer ours."
             )
+
+    def complete_in(self, connection: Any) -> AbstractContextManager[Completion]:
+        """End the run in the task's own transaction: its data and its completion commit together, or neither.
+
+        ::
+
+            with self.complete_in(session):
+                session.add(Payment(order))
+
+        It begins the transaction and commits it at the end of the block, with the fenced completion as the last
+        statement; an exception rolls it back, and the attempt has failed.  Where the answer to COMMIT is lost the
+        run's row is read.  After the block nothing of this run is tried again.  The heartbeat touches no row
+        that the statement reads, so REPEATABLE READ and SERIALIZABLE see no conflict with it.
+
+        Arguments:
+            connection: a SQLAlchemy Session or Connection, a psycopg or a Django connection to the database
+                that holds the timers, with no transaction of somebody else's open.
+
+        Returns:
+            A context manager; where callbacks, a chain or a chord follow, set ``result`` of what it gives.
+
+        Raises:
+            LeaseLost: at the end of the block: another attempt may run; nothing was committed.
+            RuntimeError: the transaction is not ours to commit.
+            TypeError: no such connection.
+        """
+        run = Attempt.of(self.request)
+        schema = Database.of(self.app).schema
+        return completing(run if isinstance(run, LeasedRun) else None, connection, schema)
 
     def apply_at(
         self, when: When, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None, *,
