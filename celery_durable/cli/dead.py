@@ -24,7 +24,7 @@ from celery_durable.store.executor import Executor, Row
 
 @click.group()
 def dead() -> None:
-    """Dead letters: timers that used up their attempts, or could never run."""
+    """Dead letters: timers that have failed for good."""
 
 
 @dead.command("list", cls=CeleryCommand)
@@ -63,7 +63,7 @@ def list_(session: Session, *, task: str | None, replayed: bool, limit: int, cur
 @click.option("--show-args", is_flag=True, cls=CeleryOption, help="Show the arguments too.")
 @operates
 def show(session: Session, *, identity: str, show_args: bool) -> int:
-    """Show one dead letter: its message, and its attempts with their errors."""
+    """Show one dead letter. Its message, and its attempts with their errors."""
     database = session.database
     found = dead_letters.get(identity, app=session.app)
     if found is None:
@@ -99,7 +99,7 @@ def show(session: Session, *, identity: str, show_args: bool) -> int:
 )
 @operates
 def replay(session: Session, *, ids: Sequence[str], at: datetime | timedelta) -> int:
-    """Run dead letters again, each once, as new timers with the same message and key."""
+    """Run dead letters again, as new timers. Each once, with the same message and key."""
 
     def act(identity: str) -> dict[str, Any]:
         timer = dead_letters.replay(identity, when=at, app=session.app)
@@ -112,7 +112,7 @@ def replay(session: Session, *, ids: Sequence[str], at: datetime | timedelta) ->
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @operates
 def discard(session: Session, *, ids: Sequence[str]) -> int:
-    """Let dead letters go; their outcome stays in the history until it is pruned."""
+    """Let dead letters go. Their outcome stays in the history until it is pruned."""
 
     def act(identity: str) -> dict[str, Any]:
         if not dead_letters.discard(identity, app=session.app):
@@ -137,7 +137,8 @@ def _each(session: Session, ids: Sequence[str], act: Any, *, good: str) -> int:
         {"dead_letters": results},
         lambda: listed(
             ["Dead letter", "Answer"],
-            [[plain(each["id"]), f"{each['answer']} as\n{each['timer']}" if each["timer"] else each["answer"]]
+            [[plain(each["id"]),
+              f"{each['answer']} as\n{each['timer']}\ndue {each['due_at']}" if each["timer"] else each["answer"]]
              for each in results],
         ),
     )  # fmt: skip
@@ -160,10 +161,11 @@ def _row(row: Row, now: datetime) -> list[str]:
     if row.key and row.key != str(row.id):
         name.append(plain(f"key {row.key}"))
     error = _error(row).splitlines()[0]
-    why = [f"{plain(row.reason)}, attempt {row.attempt}", error if len(error) <= 120 else f"{error[:119]}…"]
+    why = [plain(row.reason), error if len(error) <= 120 else f"{error[:119]}…"]
     if row.replayed_as is not None:
         why.append("replayed")
-    return ["\n".join(name), f"{absolute(row.died_at)}\n{relative(row.died_at, now)}", "\n".join(why)]
+    died = f"{absolute(row.died_at)}\n{relative(row.died_at, now)}\nattempt {row.attempt}"
+    return ["\n".join(name), died, "\n".join(why)]
 
 
 def _error(row: Row) -> str:

@@ -15,6 +15,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+#: More columns than anything has.
+UNLIMITED = 1_000_000
+#: Columns of text that are left to what can be folded.
+NARROWEST = 10
+
 # Whatever a task put into its error must not move the operator's cursor or colour the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -58,7 +63,9 @@ class Output:
             if isinstance(stream, TextIOWrapper):
                 # A terminal without the character gets its number, not a traceback.
                 stream.reconfigure(errors="backslashreplace")
-        self._out = Console(file=sys.stdout, **options)
+        self._terminal = sys.stdout.isatty()
+        # What goes into a file or another program is not cut to a width that nobody sees.
+        self._out = Console(file=sys.stdout, width=None if self._terminal else UNLIMITED, **options)
         self._err = Console(file=sys.stderr, **options)
 
     def show(self, document: Mapping[str, Any], *tables: Callable[[], RenderableType | None]) -> None:
@@ -69,7 +76,37 @@ class Output:
         for table in tables:
             made = table()
             if made is not None:
-                self._out.print(made)
+                self._out.print(self._fitted(made), crop=False)
+
+    def _fitted(self, made: RenderableType) -> RenderableType:
+        """Let the text columns of a table that is too wide for the terminal give way, but not ids and times.
+
+        None gives way altogether: what then still is too wide, the terminal wraps.
+        """
+        if not isinstance(made, Table) or not self._terminal:
+            return made
+
+        def natural(part: RenderableType) -> int:
+            return self._out.measure(part, options=self._out.options.update(width=UNLIMITED)).maximum
+
+        whole = natural(made)
+        if whole <= self._out.width:
+            return made
+        widths = [max(map(natural, (column.header, *column.cells)), default=0) for column in made.columns]
+        made.width = whole - sum(widths)
+        giving = []
+        for column, width in sorted(zip(made.columns, widths, strict=True), key=lambda pair: pair[1]):
+            if column.no_wrap or column.min_width is not None:
+                column.width = min(width, column.min_width or width)
+                made.width += column.width
+            else:
+                giving.append((column, width))
+        for number, (column, width) in enumerate(giving):
+            # From the narrowest: what it leaves of its share goes to the others.
+            share = (self._out.width - made.width) // (len(giving) - number)
+            column.width = min(width, max(share, NARROWEST))
+            made.width += column.width
+        return made
 
     def note(self, text: str) -> None:
         """Say something that is no data."""
@@ -84,7 +121,7 @@ class Output:
 def listed(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, ids: bool = True, fixed: Sequence[int] = ()
 ) -> Table:
-    """A table of rows that fits 80 columns.
+    """A table of rows: as wide as it needs to be, or as the terminal is.
 
     Arguments:
         columns: titles.

@@ -147,7 +147,7 @@ def pause(
     session: Session, *, names: Sequence[str], every: bool, task: str | None, prefix: str, owner: str | None,
     until: datetime | timedelta | None, note: str | None, dry_run: bool,
 ) -> int:  # fmt: skip
-    """Pause schedules: what comes due meanwhile does not run, and is not made up for."""
+    """Pause schedules. What comes due meanwhile does not run, and is not made up for."""
     return _each(
         session, _names(session, names, every, task, prefix, owner),
         lambda name: _result(
@@ -164,7 +164,7 @@ def resume(
     session: Session, *, names: Sequence[str], every: bool, task: str | None, prefix: str, owner: str | None,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    """Resume paused schedules: the next occurrence after now is the next to run."""
+    """Resume paused schedules. The next occurrence after now is the next to run."""
     chosen = _names(session, names, every, task, prefix, owner, paused=True)
     return _each(session, chosen, lambda name: _result(session, api.resume(name, app=session.app)), dry_run)
 
@@ -173,7 +173,7 @@ def resume(
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @operates
 def trigger(session: Session, *, names: Sequence[str]) -> int:
-    """Run schedules' tasks once, now; their own times stay as they are."""
+    """Run schedules' tasks once, now. Their own times stay as they are."""
 
     def act(name: str) -> dict[str, Any]:
         timer = api.trigger(name, app=session.app)
@@ -187,7 +187,7 @@ def trigger(session: Session, *, names: Sequence[str]) -> int:
 @_DRY
 @operates
 def delete(session: Session, *, names: Sequence[str], dry_run: bool) -> int:
-    """Delete schedules made at run time; timers that are due already stay."""
+    """Delete schedules made at run time. Timers that are due already stay."""
 
     def act(name: str) -> dict[str, Any]:
         if not api.delete(name, app=session.app):

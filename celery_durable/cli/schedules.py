@@ -80,7 +80,7 @@ def list_(session: Session, /, *, limit: int, cursor: str, **filters: Any) -> in
 @click.option("--show-args", is_flag=True, cls=CeleryOption, help="Show the arguments too.")
 @operates
 def show(session: Session, *, name: str, show_args: bool) -> int:
-    """Show one schedule: its definition, its cursor, and which occurrences did not run."""
+    """Show one schedule. Its definition, its cursor, and which occurrences did not run."""
 
     found, now = session.database.run(lambda executor: (store.get(executor, name), store.now(executor)))
     if found is None:
@@ -123,7 +123,7 @@ def show(session: Session, *, name: str, show_args: bool) -> int:
 @click.option("--before", type=WHEN, cls=CeleryOption, help="Only those before this time: where a page ended.")
 @operates
 def history(session: Session, *, name: str, number: int, before: datetime | timedelta | None) -> int:
-    """Show the newest occurrences, and why those that did not run did not."""
+    """Show the newest occurrences. Those that did not run say why."""
     found, now = session.database.run(lambda executor: (store.get(executor, name), store.now(executor)))
     occurrences = api.history(name, number, before=resolved(before, now), app=session.app)
     if found is None and not occurrences:
@@ -178,16 +178,22 @@ def next_(session: Session, *, name: str, number: int, tz: str | None) -> int:
     session.out.show(
         {"now": iso(now), "name": found.name, "enabled": found.enabled, "tz": str(zone),
          "next": [{"at": iso(each), "local": each.astimezone(zone).isoformat()} for each in instants]},
-        lambda: listed(
-            ["UTC", str(zone), "From now"],
-            [[absolute(each), each.astimezone(zone).strftime("%a %Y-%m-%d %H:%M:%S %z"), relative(each, now)]
-             for each in instants], ids=False,
-        ) if instants else None,
+        lambda: _foretold(instants, zone, now) if instants else None,
     )  # fmt: skip
     if not instants:
         state = state_of(Schedule.of(found), now)
         session.out.note("It never runs again." if state == "ended" else f"It does not run: it is {state}.")
     return DONE
+
+
+def _foretold(instants: Sequence[datetime], zone: ZoneInfo, now: datetime) -> Table:
+    """Times in UTC, in the zone if that is another, and from now."""
+    names = ["UTC", *([] if zone.key == "UTC" else [zone.key]), "From now"]
+    rows = [
+        [absolute(each), each.astimezone(zone).strftime("%a %Y-%m-%d %H:%M:%S %z"), relative(each, now)]
+        for each in instants
+    ]
+    return listed(names, [row if len(names) == 3 else [row[0], row[2]] for row in rows], ids=False)
 
 
 def _next_times(app: Celery, schedule: StoredSchedule, now: datetime, number: int) -> Sequence[datetime]:
@@ -229,7 +235,7 @@ def _row(schedule: StoredSchedule, now: datetime) -> list[str]:
     if schedule.fault:
         following = "fault: see show"
     elif not schedule.enabled or schedule.paused_at is not None:
-        following = state_of(Schedule.of(schedule), now)
+        following = state_of(Schedule.of(schedule), now).replace(" until ", " until\n")
     else:
         following = f"{absolute(schedule.next_at)}\n{relative(schedule.next_at, now)}" if schedule.next_at else "never"
     return [f"{plain(schedule.name)}\n{plain(schedule.task)}", _when(schedule), following, str(schedule.fired)]

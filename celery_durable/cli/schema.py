@@ -48,7 +48,7 @@ def migrate(session: Session, *, dry_run: bool) -> int:
 @click.command(cls=CeleryCommand)
 @operates
 def check(session: Session) -> int:
-    """Check that the schema is the one that this code needs; exit code 1 if not."""
+    """Check that the schema is what this code needs. Exit code 1 if not."""
     database = session.unverified
     found = _found(database, session.app.main)
     session.out.show(

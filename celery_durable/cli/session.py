@@ -12,17 +12,18 @@ import click
 from celery import Celery
 from celery.bin.base import CeleryOption
 from celery.exceptions import ImproperlyConfigured
+from sqlalchemy.exc import SQLAlchemyError
 
 from celery_durable.cli.output import Output
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.store import meta
-from celery_durable.store.database import Database
+from celery_durable.store.database import DATABASE_ERRORS, Database
 
 P = ParamSpec("P")
 
 DONE = 0
 FAILED = 1
-"""Not found, a check that failed, or some of several."""
+"""Not found, a check that failed, some of several, or an error of Postgres."""
 USAGE = 2
 UNAVAILABLE = 69
 """EX_UNAVAILABLE of sysexits.h, as Celery's own commands use it."""
@@ -65,7 +66,8 @@ class Session:
 def operates(body: Callable[Concatenate[Session, P], int | None]) -> Callable[P, None]:
     """Make a command's callback of a function that takes a session and returns an exit code (None is 0).
 
-    Adds ``-j/--json``.  No database is exit 69, a schema that does not fit 1, a wrong setting 2; each in one line.
+    Adds ``-j/--json`` and ``--traceback``.  No database is exit 69, a schema that does not fit or another error of
+    Postgres 1, a wrong setting 2; each in one line.
     """
 
     @wraps(body)
@@ -73,6 +75,7 @@ def operates(body: Callable[Concatenate[Session, P], int | None]) -> Callable[P,
         ctx = click.get_current_context()
         options: dict[str, Any] = dict(kwargs)
         out = Output(as_json=options.pop("as_json"), no_color=ctx.obj.no_color, quiet=ctx.obj.quiet)
+        tracebacks = options.pop("tracebacks")
         try:
             code = body(Session(ctx.obj.app, out), *args, **options) or DONE
         except DatabaseUnavailable as exc:
@@ -84,10 +87,23 @@ def operates(body: Callable[Concatenate[Session, P], int | None]) -> Callable[P,
         except ImproperlyConfigured as exc:
             out.error(str(exc))
             code = USAGE
+        except (*DATABASE_ERRORS, SQLAlchemyError) as exc:
+            if tracebacks:
+                raise
+            said = getattr(exc, "orig", None) or exc
+            out.error(f"Postgres refuses: {' '.join(str(said).split())} (--traceback shows where)")
+            code = FAILED
         ctx.exit(code)
 
-    as_json = click.option(
-        "-j", "--json", "as_json", is_flag=True, cls=CeleryOption, help="One JSON document instead of tables."
-    )
-    decorated: Callable[P, None] = as_json(callback)
+    decorated: Callable[P, None] = callback
+    for option in (_TRACEBACK, _JSON):
+        decorated = option(decorated)
     return decorated
+
+
+_JSON = click.option(
+    "-j", "--json", "as_json", is_flag=True, cls=CeleryOption, help="One JSON document instead of tables."
+)
+_TRACEBACK = click.option(
+    "--traceback", "tracebacks", is_flag=True, cls=CeleryOption, help="Show where an error of Postgres came up."
+)

@@ -25,7 +25,7 @@ SHOWN = 5
 @click.command(cls=CeleryCommand)
 @operates
 def status(session: Session) -> int:
-    """Show counts, the oldest overdue timer, beats, lateness of the last day, what fires next."""
+    """Show whether all is on time. Counts, the oldest overdue timer, beats, lateness of the last day, what fires next."""
     database = session.database
     patience = max(15.0, 3 * database.settings.poll_interval)
 

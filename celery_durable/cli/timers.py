@@ -57,7 +57,7 @@ def list_(
     key: str | None, due_after: datetime | timedelta | None, due_before: datetime | timedelta | None, overdue: bool,
     limit: int, cursor: str | None,
 ) -> int:  # fmt: skip
-    """List timers: in motion and waiting by due time, ended ones newest first.
+    """List timers. Those in motion, then those waiting, by due time; ended ones newest first.
 
     Times are ISO-8601 with a zone, now, or from now: 10m, 2h, 3d, -1h.
     """
@@ -82,10 +82,17 @@ def list_(
         {"now": iso(now), "timers": [document(found, now) for found in page.timers], "cursor": page.cursor},
         lambda: table(page.timers, now) if page.timers else None,
     )
-    if not page.timers:
-        session.out.note("No timer matches." if page.cursor is None else "None so far matches.")
-    if page.cursor is not None:
-        session.out.note(f"Looked at {page.looked_at}. There is more: --cursor {page.cursor}")
+    if not page.timers and page.cursor is None:
+        ended = (
+            "" if states or overdue else " among those that have not ended; ended ones: --state succeeded, and so on"
+        )
+        session.out.note(f"No timer matches{ended}.")
+    elif page.cursor is not None and len(page.timers) == limit:
+        session.out.note(f"There may be more: --cursor {page.cursor}")
+    elif page.cursor is not None:
+        session.out.note(
+            f"{page.looked_at:,} timers were looked at, and there are more to look at: --cursor {page.cursor}"
+        )
     return DONE
 
 
@@ -95,7 +102,7 @@ def list_(
 @click.option("--show-args", is_flag=True, cls=CeleryOption, help="Show the arguments too.")
 @operates
 def show(session: Session, *, identity: str | None, key: str | None, show_args: bool) -> int:
-    """Show one timer: state, times, attempts with their errors, message headers."""
+    """Show one timer. State, times, attempts with their errors, message headers."""
     if (identity is None) == (key is None):
         raise click.UsageError("Name the timer by its id or by --key, and not by both.")
 
@@ -133,7 +140,7 @@ def show(session: Session, *, identity: str | None, key: str | None, show_args: 
 @click.option("--reason", cls=CeleryOption, help="Kept in the history, beside your name.")
 @operates
 def cancel(session: Session, *, ids: Sequence[str], keys: Sequence[str], reason: str | None) -> int:
-    """Cancel timers that nobody can have started; exit code 1 if one could not be."""
+    """Cancel timers that nobody can have started. Exit code 1 if one could not be."""
     note = f"{session.operator}: {reason}" if reason else session.operator
     return _each(
         session, ids, keys, Answer.CANCELLED,
@@ -149,7 +156,7 @@ def cancel(session: Session, *, ids: Sequence[str], keys: Sequence[str], reason:
 )
 @operates
 def reschedule(session: Session, *, ids: Sequence[str], keys: Sequence[str], to: datetime | timedelta) -> int:
-    """Move timers to another due time; exit code 1 if one could not be."""
+    """Move timers to another due time. Exit code 1 if one could not be."""
     return _each(
         session, ids, keys, Answer.RESCHEDULED,
         lambda timer_id: scheduling.reschedule(timer_id, to, app=session.app),
@@ -161,7 +168,7 @@ def reschedule(session: Session, *, ids: Sequence[str], keys: Sequence[str], to:
 @_BY_KEY
 @operates
 def trigger(session: Session, *, ids: Sequence[str], keys: Sequence[str]) -> int:
-    """Make waiting timers due now; exit code 1 if one no longer waits."""
+    """Make waiting timers due now. Exit code 1 if one no longer waits."""
 
     def now(timer_id: UUID) -> Answer:
         timer = scheduling.get_timer(timer_id, app=session.app)
@@ -179,11 +186,14 @@ def _each(
     if not ids and not keys:
         raise click.UsageError("Name at least one timer, by its id or by --key.")
     database = session.database
+    now = database.run(schedules.now)
     results: list[dict[str, Any]] = []
+    rows: list[list[str]] = []
     code = DONE
     for name, find in [(each, store.find) for each in ids] + [(each, store.find_key) for each in keys]:
         found = database.run(lambda executor, find=find, name=name: find(executor, name))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         result = {"name": name, "id": None, "answer": str(Answer.UNKNOWN), "state": None, "due_at": None, "error": None}
+        due = "-"
         if found is not None:
             try:
                 result |= {"id": str(found.id), "answer": str(act(found.id))}
@@ -193,25 +203,19 @@ def _each(
             after = database.run(lambda executor, timer_id=found.id: store.find(executor, timer_id))  # type: ignore[misc]  # as above
             if after is not None:
                 result |= {"state": str(after.state), "due_at": iso(after.due_at)}
+                due = f"{absolute(after.due_at)}\n{relative(after.due_at, now)}"
+        rows.append([plain(result["id"] or name), f"{result['answer']}\n{result['state'] or ''}".rstrip(), due])
         results.append(result)
         if result["answer"] != str(good):
             code = code or FAILED
     session.out.show(
         {"timers": results},
-        lambda: listed(
-            ["Timer", "Answer", "Due"],
-            [[plain(each["id"] or each["name"]), each["answer"], _seconds(each["due_at"])]
-             for each in results], fixed=(1, 2),
-        ),
-    )  # fmt: skip
+        lambda: listed(["Timer", "Answer / state", "Due"], rows, fixed=(1, 2)),
+    )
     for each in results:
         if each["error"]:
             session.out.error(f"{each['name']}: {each['error']}")
     return code
-
-
-def _seconds(text: str | None) -> str:
-    return "-" if text is None else absolute(datetime.fromisoformat(text.replace("Z", "+00:00")))
 
 
 def document(found: Found, now: datetime) -> dict[str, Any]:
@@ -242,9 +246,9 @@ def _row(found: Found, now: datetime) -> list[str]:
     name = [str(found.id), plain(found.task)]
     if found.key and found.key != str(found.id):
         name.append(plain(f"key {found.key}"))
-    state = f"{found.state}, attempt {found.attempt}" if found.attempt else str(found.state)
+    state = [str(found.state), *([f"attempt {found.attempt}"] if found.attempt else [])]
     return [
-        "\n".join(name), "\n".join([state, *([plain(found.queue)] if found.queue else [])]),
+        "\n".join(name), "\n".join([*state, *([plain(found.queue)] if found.queue else [])]),
         f"{absolute(found.due_at)}\n{relative(found.due_at, now)}",
     ]  # fmt: skip
 

@@ -163,3 +163,17 @@ def test_a_broken_body_does_not_hide_the_rest(headers: dict[str, str]) -> None:
 def test_a_made_up_cursor_is_refused(cursor: str) -> None:
     with pytest.raises(ValueError, match="is no cursor"):
         page_of_timers(None, Filter(), cursor=cursor)  # type: ignore[arg-type]  # refused before the executor is used
+
+
+@pytest.mark.parametrize("path", [(), ("timers",), ("schedules",), ("dead",)], ids=str)
+def test_each_command_says_in_one_line_what_it_does(path: tuple[str, ...]) -> None:
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(durable, [*path, "--help"], terminal_width=80)
+    commands = done.output.partition("Commands:\n")[2].splitlines()
+    assert commands
+    assert not [line for line in commands if line.endswith("...") or not line.endswith(".")]
+
+
+def test_dir_shows_what_is_meant_for_others() -> None:
+    import celery_durable
+
+    assert dir(celery_durable) == sorted(celery_durable.__all__)
