@@ -83,7 +83,10 @@ def replay(identity: UUID | str, *, when: When = _NOW, app: Celery | None = None
             again = store.get(executor, dead_id)
             # Ours, where the connection broke after a first try had committed.
             if again is None or again.replayed_as != timer_id:
-                raise KeyConflict(f"{identity} was replayed already, as timer {again.replayed_as if again else '?'}.")
+                raise KeyConflict(
+                    f"{identity} was replayed already, as timer {again.replayed_as if again else '?'}: look at that "
+                    "one. Should it end as a dead letter too, replay it; a call of its own needs another key."
+                )
         timer = _renewed(row, timer_id, due.at, due.after)
         due_at = timers.insert(executor, timer) or due.at
         return Timer(

@@ -19,7 +19,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.settings import Settings
-from celery_durable.store.executor import Executor, PsycopgExecutor, executor_for
+from celery_durable.store.executor import Executor, PsycopgExecutor, executor_for, place_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -200,11 +200,21 @@ class Database:
         return self.run(in_transaction)
 
     def perform(self, operation: Callable[[Executor], T], connection: Any = None) -> T:
-        """Run on the caller's `connection` and transaction if given, else on our own."""
+        """Run on the caller's `connection` and transaction if given, else on our own.
+
+        Raises:
+            SchemaMismatch: the tables are missing where the connection leads; names the place.
+        """
         if connection is None:
             return self.run(operation)
-        with translated():
-            return operation(executor_for(connection, self.schema))
+        try:
+            with translated():
+                return operation(executor_for(connection, self.schema))
+        except SchemaMismatch as exc:
+            raise SchemaMismatch(
+                f"{exc} Looked for in schema {self.schema!r} of {place_of(connection)}, where connection= leads: should "
+                "that be the wrong database, give a connection to the one of durable_database_url."
+            ) from exc
 
     def close(self) -> None:
         """Close the pooled connections of this process."""

@@ -109,6 +109,19 @@ class CursorExecutor:
         return bool(told() if callable(told) else getattr(self._connection, "autocommit", False))
 
 
+def place_of(connection: Any) -> str:
+    """Which database a caller's connection leads to, for messages; it may stand in a transaction that has failed."""
+    # From a Session, a Connection or Django's wrapper down to the driver's own.
+    for _ in range(4):
+        info: Any = getattr(connection, "info", None)
+        if hasattr(info, "dbname"):
+            return f"database {info.dbname!r} at {info.host}:{info.port}"
+        connection = getattr(connection, "driver_connection", None) or getattr(connection, "connection", None)
+        if callable(connection):
+            connection = connection()
+    return "its database"
+
+
 def executor_for(connection: Any, schema: str) -> Executor:
     """Wrap a caller's connection.
 

@@ -33,6 +33,9 @@ class RetryPolicy:
         ``retry_backoff`` is the base in seconds; True means 1, and False means the
         constant ``default_retry_delay``.  ``retry_kwargs`` may hold ``max_retries``, and
         ``countdown`` for a constant delay.
+
+        Raises:
+            celery.exceptions.ImproperlyConfigured: exceptions that are no tuple of classes.
         """
         given: Mapping[str, Any] = getattr(task, "retry_kwargs", None) or {}
         base, cap, jitter = task.retry_backoff, task.retry_backoff_max, bool(task.retry_jitter)
@@ -40,7 +43,7 @@ class RetryPolicy:
         if constant is not None:
             base, cap, jitter = constant, constant, False
         return cls(
-            autoretry_for=tuple(task.autoretry_for), dont_autoretry_for=tuple(task.dont_autoretry_for),
+            autoretry_for=_classes(task, "autoretry_for"), dont_autoretry_for=_classes(task, "dont_autoretry_for"),
             max_retries=given.get("max_retries", task.max_retries), base=1.0 if base is True else base, cap=cap,
             jitter=jitter,
         )  # fmt: skip
@@ -60,9 +63,6 @@ class RetryPolicy:
             raise ImproperlyConfigured(
                 f"Task {name}: max_retries={limit!r} must be a whole number of at least 0, or None for no limit."
             )
-        for option, kinds in (("autoretry_for", self.autoretry_for), ("dont_autoretry_for", self.dont_autoretry_for)):
-            if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-                raise ImproperlyConfigured(f"Task {name}: {option}={kinds!r} must be a tuple of exception classes.")
 
     @property
     def max_attempts(self) -> int | None:
@@ -80,3 +80,14 @@ class RetryPolicy:
     def delay(self, attempt: int) -> float:
         """Seconds to wait after the attempt of this number has failed."""
         return backoff.delay(attempt, base=self.base, cap=self.cap, jitter=self.jitter, random=random.random)
+
+
+def _classes(task: Any, option: str) -> tuple[type[BaseException], ...]:
+    given = getattr(task, option)
+    kinds = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (None,)
+    if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+        return kinds
+    example = f"({given.__name__},)" if isinstance(given, type) else "(ConnectionError, TimeoutError)"
+    raise ImproperlyConfigured(
+        f"Task {task.name}: {option}={given!r} must be a tuple of exception classes, such as {example}."
+    )

@@ -9,12 +9,15 @@ from typing import Any
 import psycopg
 import pytest
 from celery import Celery
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
 from celery_durable import apply_at
-from celery_durable.errors import DatabaseUnavailable
+from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor
 from tests.beats import make_app, states
+from tests.servers.postgres import PostgresServer
 from tests.servers.waiting import eventually
 
 ISOLATION = "select current_setting('transaction_isolation') as level"
@@ -49,6 +52,26 @@ def test_our_isolation_is_not_the_databases_default(local: Celery, level: str) -
         assert [row.level for row in run(lambda executor: executor.fetch(ISOLATION))] == ["read committed"]
     with database.connect("test") as own:
         assert own.execute(ISOLATION).fetchone() == ("read committed",)
+
+
+def test_a_connection_to_another_database_is_named(local: Celery, postgres: PostgresServer) -> None:
+    other = postgres.create_database()
+    url = postgres.url(other)
+    engine = create_engine(url)
+    task = local.tasks["beating.plain"]
+    try:
+        with (
+            psycopg.connect(url.replace("+psycopg", "")) as plain,
+            Session(engine) as session,
+            engine.connect() as core,
+        ):
+            for connection in (plain, session, core):
+                with pytest.raises(SchemaMismatch, match=f"schema 'celery_durable' of database '{other}' at 127.0.0.1"):
+                    apply_at(task, 60, connection=connection)
+    finally:
+        engine.dispose()
+        postgres.drop_database(other)
+    assert states(local) == {}
 
 
 def test_behind_a_pooler_nothing_is_set_for_the_session(local: Celery) -> None:

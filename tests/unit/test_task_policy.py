@@ -76,6 +76,8 @@ def test_limits_of_retry_kwargs_and_none() -> None:
         ({"retry_backoff": 0}, "retry_backoff=0"),
         ({"retry_backoff": float("nan")}, "retry_backoff=nan"),
         ({"autoretry_for": ("ValueError",)}, "autoretry_for"),
+        ({"autoretry_for": ValueError}, r"such as \(ValueError,\)"),
+        ({"dont_autoretry_for": "ValueError"}, "dont_autoretry_for='ValueError' must be a tuple"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
