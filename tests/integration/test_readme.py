@@ -8,10 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from celery_durable import DurableTask
+from celery_durable.settings import Settings
 from celery_durable.store import embedded
 from tests.servers.brokers import ValkeyServer
 from tests.servers.processes import ROOT, CeleryTestBeat, CeleryTestWorker
@@ -78,3 +81,17 @@ def test_every_promise_names_tests_that_exist() -> None:
     assert len(named) > 10
     for file, name in named:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+
+
+def test_every_setting_is_in_the_table() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Settings")[2].partition("## Words")[0]
+    named = set(re.findall(r"`durable_(\w+)`", table))
+    assert named == {each.name for each in fields(Settings)}
+
+
+def test_the_defaults_that_differ_for_a_durable_task_are_the_ones_named() -> None:
+    section = (ROOT / "README.md").read_text().partition("## What changes for a DurableTask")[2].partition("\n## ")[0]
+    for said in ("autoretry_for=(Exception,)", "max_retries=3", "retry_backoff=1", "retry_backoff_max=600"):
+        assert f"`{said}`" in section
+        name, _, value = said.partition("=")
+        assert getattr(DurableTask, name) == eval(value)
