@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         LeaseLost,
         SchemaMismatch,
     )
+    from celery_durable.interception import intercept
     from celery_durable.scheduling import apply_at, apply_many, cancel, get_timer, reschedule
     from celery_durable.timer import Timer
     from celery_durable.worker import DurableTask
@@ -33,6 +34,7 @@ _HOMES = {
         "DatabaseUnavailable", "DuplicateDelivery", "DurableError", "InvalidSchedule", "InvalidTimer", "KeyConflict",
         "LeaseLost", "SchemaMismatch",
     ),
+    "celery_durable.interception": ("intercept",),
     "celery_durable.scheduling": ("apply_at", "apply_many", "cancel", "get_timer", "reschedule"),
     "celery_durable.timer": ("Timer",),
     "celery_durable.worker": ("DurableTask",),
@@ -43,7 +45,7 @@ _MODULES = ("dead_letters", "schedules")
 __all__ = [
     "Answer", "DatabaseUnavailable", "DuplicateDelivery", "DurableError", "DurableScheduler", "DurableTask",
     "InvalidSchedule", "InvalidTimer", "KeyConflict", "LeaseLost", "SchemaMismatch", "State", "Timer",
-    "apply_at", "apply_many", "cancel", "dead_letters", "get_timer", "reschedule", "schedules",
+    "apply_at", "apply_many", "cancel", "dead_letters", "get_timer", "intercept", "reschedule", "schedules",
 ]  # fmt: skip
 
 

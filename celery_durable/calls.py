@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -11,8 +11,10 @@ from celery import current_app
 from celery.app.task import Task
 from celery.canvas import Signature, _chain, chord, group
 from celery.local import maybe_evaluate
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_durable.core.identity import instant_text
+from celery_durable.core.moments import Moment, moment
 from celery_durable.errors import InvalidTimer
 from celery_durable.messages.rendering import Rendered, render
 from celery_durable.store.timers import NewTimer
@@ -190,3 +192,33 @@ def check_name(argument: str, value: str | None) -> None:
         raise InvalidTimer(f"{argument} = {value!r}: it holds a NUL character, which Postgres cannot store.")
     if size > MAX_NAME:
         raise InvalidTimer(f"{argument} of {size:,} bytes is too long: at most {MAX_NAME:,}. Use a digest of it.")
+
+
+def instant(eta: datetime | str) -> datetime:
+    """An eta as Celery's worker reads it: ISO text is parsed, and what has no zone is UTC.
+
+    Raises:
+        ValueError: for text that is no date.
+    """
+    parsed = maybe_iso8601(eta)
+    if parsed is None:
+        raise ValueError("an empty text is no date")
+    return maybe_make_aware(parsed).astimezone(timezone.utc)
+
+
+def due(when: Any) -> Moment:
+    """Read the ``eta`` or ``countdown`` of a call or a retry, each as Celery does.
+
+    Raises:
+        InvalidTimer: it is no time, not finite, or over a hundred years away.
+    """
+    try:
+        if isinstance(when, (datetime, str)):
+            return moment(instant(when))
+        # Celery takes every number: Decimal, numpy's.
+        plain = (
+            when if isinstance(when, (bool, int, float, timedelta)) or not hasattr(when, "__float__") else float(when)
+        )
+        return moment(plain)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise InvalidTimer(f"eta or countdown {when!r} cannot be used: {exc}") from exc

@@ -82,7 +82,15 @@ def apply_at(
     )  # fmt: skip
 
 
-def defer(task: Task[..., Any], when: When, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Timer:
+def defer(
+    task: Task[..., Any] | str,
+    when: When,
+    args: Any,
+    kwargs: Any,
+    options: Mapping[str, Any],
+    *,
+    app: Celery | None = None,
+) -> Timer:
     """Store what ``apply_async`` was given a countdown or an eta for.
 
     As :func:`apply_at`, but for a call that expires before it is due: Celery takes it and lets it expire, and
@@ -91,7 +99,8 @@ def defer(task: Task[..., Any], when: When, args: Any, kwargs: Any, options: Map
     named: dict[str, Any] = {name: options.get(name) for name in ("key", "connection", "tenant")}
     rest = {name: value for name, value in options.items() if name not in (*named, "on_conflict")}
     return _apply(
-        task, when, args, kwargs, **named, on_conflict=options.get("on_conflict", "keep"), durable=None, app=None,
+        task, when, args, kwargs, **named, on_conflict=options.get("on_conflict", "keep"),
+        durable=False if isinstance(task, str) else None, app=app,
         options=rest, check_expiry=False,
     )  # fmt: skip
 

@@ -72,12 +72,18 @@ class Settings:
     """False behind a pooler in transaction mode (PgBouncer before 1.21)."""
     naive_datetimes: tzinfo | None = None
     """Zone in which naive datetimes are meant; None refuses them."""
+    max_run: float = 86400.0
+    """The longest that a run without a hard time limit is kept alive by heartbeats."""
+    intercept_eta: float | None = None
+    """Calls of plain tasks with a countdown or eta of at least this wait in Postgres; None: as Celery has it."""
     connect_timeout: float = 5.0
     """Longest wait for a database connection."""
 
     def __post_init__(self) -> None:
         for name in _DURATIONS:
             _positive(name, getattr(self, name))
+        if self.intercept_eta is not None and not 0 <= self.intercept_eta < math.inf:
+            _refuse("intercept_eta", self.intercept_eta, "None, or seconds of at least 0")
         for name in ("page", "max_payload"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -113,8 +119,8 @@ class Settings:
                 values[each.name] = value
         if not values.get("database_url"):
             values["database_url"] = os.environ.get(URL_VARIABLE) or _refuse_missing_url(app)
-        for name in _DURATIONS:
-            if name in values:
+        for name in (*_DURATIONS, "intercept_eta"):
+            if values.get(name) is not None:
                 values[name] = _seconds(name, values[name])
         values["naive_datetimes"] = _zone(values.get("naive_datetimes"), app)
         return cls(**values)
@@ -122,7 +128,7 @@ class Settings:
 
 _DURATIONS = (
     "poll_interval", "claim_timeout", "publish_timeout", "sweep_interval", "lease", "heartbeat",
-    "redispatch_after", "redispatch_max", "undelivered_grace", "retention", "connect_timeout",
+    "redispatch_after", "redispatch_max", "undelivered_grace", "retention", "max_run", "connect_timeout",
 )  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class Published:
 
     def __init__(self, url: str, queue: str = "celery") -> None:
         self.messages: list[Any] = []
+        #: Of the queue, should it have any.
+        self.arguments: dict[str, Any] | None = None
         self._url = url
         self._queue = queue
 
@@ -55,7 +57,9 @@ class Published:
         """Take what is there; returns how many were taken so far."""
         with Connection(self._url) as connection:
             # As Celery declares it, so that a beat and a test may come in any order.
-            queue = Queue(self._queue, exchange=self._queue, routing_key=self._queue)(connection.channel())
+            queue = Queue(self._queue, exchange=self._queue, routing_key=self._queue, queue_arguments=self.arguments)(
+                connection.channel()
+            )
             queue.declare()
             while (message := queue.get(no_ack=True)) is not None:
                 self.messages.append(message)

@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 from celery.exceptions import Retry
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_durable.core.moments import Moment, moment
-from celery_durable.errors import DatabaseUnavailable, InvalidTimer
+from celery_durable.core.moments import Moment
+from celery_durable.errors import DatabaseUnavailable
 from celery_durable.messages.rendering import own_headers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor
@@ -92,36 +90,6 @@ class Attempt:
     def prepare(self, call: Call) -> NewTimer:
         """Render the call that runs next; raises InvalidTimer when it cannot be stored."""
         raise NotImplementedError
-
-
-def instant(eta: datetime | str) -> datetime:
-    """An eta as Celery's worker reads it: ISO text is parsed, and what has no zone is UTC.
-
-    Raises:
-        ValueError: for text that is no date.
-    """
-    parsed = maybe_iso8601(eta)
-    if parsed is None:
-        raise ValueError("an empty text is no date")
-    return maybe_make_aware(parsed).astimezone(timezone.utc)
-
-
-def due(when: Any) -> Moment:
-    """Read the ``eta`` or ``countdown`` of a call or a retry, each as Celery does.
-
-    Raises:
-        InvalidTimer: it is no time, not finite, or over a hundred years away.
-    """
-    try:
-        if isinstance(when, (datetime, str)):
-            return moment(instant(when))
-        # Celery takes every number: Decimal, numpy's.
-        plain = (
-            when if isinstance(when, (bool, int, float, timedelta)) or not hasattr(when, "__float__") else float(when)
-        )
-        return moment(plain)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise InvalidTimer(f"eta or countdown {when!r} cannot be used: {exc}") from exc
 
 
 def patiently(

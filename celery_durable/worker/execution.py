@@ -13,8 +13,9 @@ from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
 
+from celery_durable.calls import due
 from celery_durable.errors import DuplicateDelivery, DurableError, InvalidTimer
-from celery_durable.worker.attempt import Attempt, Wanted, due
+from celery_durable.worker.attempt import Attempt, Wanted
 from celery_durable.worker.delivery import Delivery
 from celery_durable.worker.direct_run import DirectRun
 from celery_durable.worker.failure import describe

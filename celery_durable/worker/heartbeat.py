@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A run without a hard time limit is not kept alive longer than this, in seconds.
-LONGEST_RUN = 86_400.0
-
 #: How much longer than its hard limit a run is kept alive: its end has to be noticed.
 _MARGIN = 60.0
 
@@ -134,7 +131,7 @@ def running() -> list[Delivery]:
     found = []
     for request in DELIVERIES.requests():
         limit = (request.time_limits or (None, None))[0] or request.task.time_limit
-        longest = LONGEST_RUN if limit is None else limit + _MARGIN
+        longest = Database.of(request.task.app).settings.max_run if limit is None else limit + _MARGIN
         if request.active and time.time() - (request.time_start or 0) < longest:
             found.append(request.delivery)
     return found

@@ -13,15 +13,16 @@ from celery.app.task import Task
 from celery.exceptions import Reject
 
 from celery_durable import scheduling
-from celery_durable.calls import INTERNAL
+from celery_durable.calls import INTERNAL, due
 from celery_durable.core.moments import When
 from celery_durable.errors import LeaseLost
+from celery_durable.interception import BROKER_OPTIONS, intercept
 from celery_durable.messages.capture import CapturingProducer
 from celery_durable.messages.rendering import own_headers
 from celery_durable.store.database import Database
 from celery_durable.timer import Timer
 from celery_durable.worker import execution
-from celery_durable.worker.attempt import Attempt, Wanted, due
+from celery_durable.worker.attempt import Attempt, Wanted
 from celery_durable.worker.autoretry import Unwrapped
 from celery_durable.worker.completion import Completion, completing
 from celery_durable.worker.context import DurableContext
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 #: Loaded by name, in workers only.
 LEASE_STEP = "celery_durable.worker.heartbeat:LeaseStep"
-
-#: How a direct call would reach the broker; a stored one does not.
-_BROKER_OPTIONS = ("producer", "publisher", "connection", "retry", "retry_policy")
 
 #: Set on a running request, so that a body which calls its own task does not take another lease.
 _ENTERED = "_durable_entered"
@@ -96,6 +94,7 @@ class DurableTask(Unwrapped, Base):
         cls.stores_started = cls.stores_started or bool(cls.track_started)
         cls.track_started = False
         app.steps["consumer"].add(LEASE_STEP)
+        intercept(app)
 
     @classmethod
     def _leave_to_celery(cls, app: Celery) -> None:
@@ -219,7 +218,7 @@ class DurableTask(Unwrapped, Base):
         asked = due(eta or countdown or 0)
         when: When = asked.at if asked.at is not None else asked.after or 0.0
         chosen = {name: value for name, value in {**named, **options}.items() if value is not None}
-        for name in ("eta", "countdown", *_BROKER_OPTIONS):
+        for name in ("eta", "countdown", *BROKER_OPTIONS):
             chosen.pop(name, None)
         timer = scheduling.defer(self, when, args, kwargs, chosen)
         return self.AsyncResult(timer.task_id)

@@ -15,11 +15,11 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, MaxRetriesExceededError, Retry
 
 from celery_durable import DurableTask, scheduling
+from celery_durable.calls import due, instant
 from celery_durable.core.moments import Moment
 from celery_durable.errors import InvalidTimer
 from celery_durable.messages.rendering import render
 from celery_durable.worker import DurableContext
-from celery_durable.worker.attempt import due, instant
 from celery_durable.worker.delivery import DELIVERIES, Delivery, new_token
 from celery_durable.worker.task import LEASE_STEP
 
@@ -153,7 +153,7 @@ def noted(app: Celery) -> Any:
     def note(x: int) -> None:
         """Nothing."""
 
-    def apply_at(task: Any, when: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    def defer(task: Any, when: Any, args: Any, kwargs: Any, options: Any) -> Any:
         stored.append((when, {"args": args, **options}))
         return SimpleNamespace(task_id="stored-id")
 
@@ -161,7 +161,7 @@ def noted(app: Celery) -> Any:
         published.append({"args": args, **options})
         return app.AsyncResult("published-id")
 
-    with patch.object(scheduling, "apply_at", apply_at), patch.object(app, "send_task", send_task):
+    with patch.object(scheduling, "defer", defer), patch.object(app, "send_task", send_task):
         yield SimpleNamespace(task=app.tasks["proj.note"], stored=stored, published=published)
 
 
