@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import psycopg
 
 from celery_durable.errors import DatabaseUnavailable
-from celery_durable.settings import Settings
-from celery_durable.store.database import Database, translated
+from celery_durable.store.database import Database, Limits, translated
 from celery_durable.store.executor import Executor, PsycopgExecutor
 
 T = TypeVar("T")
+
+#: Longest time for one statement of a beat, in seconds; all of them are bounded by pages.
+STATEMENT_LIMIT = 30.0
 
 
 class Link:
@@ -45,10 +47,9 @@ class Link:
             DatabaseUnavailable: when Postgres cannot be reached.
         """
         if self._connection is None or self._connection.closed:
-            connection = self._database.connect(self._name)
-            with translated():
-                limit_waits(connection, self._database.settings)
-            self._connection = connection
+            # No statement waits for a lock for longer than a page may take to publish.
+            limits = Limits(lock=self._database.settings.publish_timeout, statement=STATEMENT_LIMIT)
+            self._connection = self._database.connect(self._name, limits=limits)
         return self._connection
 
     def run(self, operation: Callable[[Executor], T]) -> T:
@@ -100,22 +101,6 @@ class Link:
         """
         if self._connection is not None:
             cut(self._connection)
-
-
-#: Longest time for one statement of a beat, in seconds; all of them are bounded by pages.
-STATEMENT_LIMIT = 30.0
-
-
-def limit_waits(connection: psycopg.Connection[Any], settings: Settings) -> None:
-    """Let no statement wait for a lock for longer than a page may take to publish, or run on for ever.
-
-    By a statement, not by a start-up option, which poolers refuse.  Not behind a pooler that hands sessions
-    from one client to the next: it would limit others.
-    """
-    if settings.prepared_statements:
-        limits = {"lock_timeout": settings.publish_timeout, "statement_timeout": STATEMENT_LIMIT}
-        for name, seconds in limits.items():
-            connection.execute("select set_config(%s, %s, false)", (name, f"{max(1, round(seconds * 1000))}ms"))
 
 
 def cut(connection: psycopg.Connection[Any]) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg import errors as pg
@@ -34,6 +34,14 @@ MIGRATE = "celery -A <your app> durable migrate"
 #: Longest wait of a worker's statement for a lock, and longest time of the statement, as parts of the lease: another
 #: try fits into the lease that the statement is about.
 LOCK_SHARE, STATEMENT_SHARE = 1 / 6, 1 / 3
+
+
+class Limits(NamedTuple):
+    """Longest wait for a lock, and longest time of a statement, in seconds."""
+
+    lock: float
+    statement: float
+
 
 #: Marks a pooled connection whose statements are limited.
 _BOUNDED = "celery_durable_bounded"
@@ -114,21 +122,25 @@ class Database:
         if self.settings.prepared_statements:
             connection.execute("set session characteristics as transaction isolation level read committed")
 
-    def _bound(self, connection: psycopg.Connection[Any]) -> None:
-        """Let no statement of a worker wait for a lock, or run, for as long as the lease that it is about."""
+    @property
+    def lease_limits(self) -> Limits:
+        """So that no statement of a worker waits for a lock, or runs, for as long as the lease that it is about."""
+        return Limits(lock=self.settings.lease * LOCK_SHARE, statement=self.settings.lease * STATEMENT_SHARE)
+
+    def _limit(self, connection: psycopg.Connection[Any], limits: Limits) -> None:
         if self.settings.prepared_statements:
-            lock, statement = self.settings.lease * LOCK_SHARE, self.settings.lease * STATEMENT_SHARE
             connection.execute(
                 "select set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false)",
-                (_milliseconds(lock), _milliseconds(statement)),
+                (_milliseconds(limits.lock), _milliseconds(limits.statement)),
             )
 
-    def connect(self, name: str, *, bounded: bool = False) -> psycopg.Connection[Any]:
+    def connect(self, name: str, *, limits: Limits | None = None) -> psycopg.Connection[Any]:
         """Open a connection of one's own, in autocommit, outside the pool.
 
         Arguments:
             name: shown as ``application_name`` in ``pg_stat_activity``.
-            bounded: limit its statements, and their waits for locks, to parts of the lease.
+            limits: of its statements; none behind a pooler that hands sessions from one client to the next,
+                which would limit others.
 
         Raises:
             DatabaseUnavailable: when Postgres cannot be reached.
@@ -142,8 +154,8 @@ class Database:
         with translated():
             connection = psycopg.connect(autocommit=True, **arguments)
             self._isolate(connection)
-            if bounded:
-                self._bound(connection)
+            if limits is not None:
+                self._limit(connection, limits)
             return connection
 
     def run(self, operation: Callable[[Executor], T], *, bounded: bool = False) -> T:
@@ -154,7 +166,7 @@ class Database:
 
         Arguments:
             operation: what to run.
-            bounded: as for :meth:`connect`; the connection stays so for later operations of this process.
+            bounded: within :attr:`lease_limits`; the connection stays so for later operations of this process.
 
         Raises:
             DatabaseUnavailable: when Postgres cannot be reached, or refuses for now.
@@ -177,7 +189,7 @@ class Database:
     def _prepared(self, pooled: PoolProxiedConnection, bounded: bool) -> psycopg.Connection[Any]:
         connection = cast(psycopg.Connection[Any], pooled.driver_connection)
         if bounded and _BOUNDED not in pooled.info:
-            self._bound(connection)
+            self._limit(connection, self.lease_limits)
             pooled.info[_BOUNDED] = True
         return connection
 

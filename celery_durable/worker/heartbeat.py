@@ -100,7 +100,9 @@ class Heartbeat:
             return
         with translated():
             if self._connection is None or self._connection.closed:
-                self._connection = self._database.connect("celery-durable heartbeat", bounded=True)
+                self._connection = self._database.connect(
+                    "celery-durable heartbeat", limits=self._database.lease_limits
+                )
             executor = PsycopgExecutor(self._connection, self._database.schema)
             pairs = [(each.timer_id, each.token) for each in wanted.values()]
             held = self._renewed(executor, pairs)

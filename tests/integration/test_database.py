@@ -83,7 +83,7 @@ def test_behind_a_pooler_nothing_is_set_for_the_session(local: Celery) -> None:
     try:
         for run, level in ((database.run, "serializable"), (database.transact, "read committed")):
             assert [row.level for row in run(lambda executor: executor.fetch(ISOLATION))] == [level]
-        with database.connect("test", bounded=True) as own:
+        with database.connect("test", limits=database.lease_limits) as own:
             assert own.execute("show lock_timeout").fetchone() == ("0",)
     finally:
         database.close()
@@ -181,7 +181,7 @@ def test_a_workers_statements_are_limited_by_its_lease(local: Celery) -> None:
         assert (free.lock, free.statement) == ("0", "0")
         [bound] = database.run(lambda executor: executor.fetch(shown), bounded=True)
         assert (bound.lock, bound.statement) == ("500ms", "1s")
-        with database.connect("test", bounded=True) as own:
+        with database.connect("test", limits=database.lease_limits) as own:
             assert own.execute("show lock_timeout").fetchone() == ("500ms",)
         with psycopg.connect(dsn(local)) as holder:
             holder.execute(f'lock table "{database.schema}".run in access exclusive mode')
