@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,7 +86,9 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
         try:
             transaction.commit()
         except BaseException:
-            # Refused, or committed with the answer lost: the run's row tells.
+            # Refused, never sent, or committed with the answer lost: the run's row tells, once nothing of ours locks it.
+            with suppress(Exception):
+                transaction.rollback()
             if not ended.stands():
                 raise
         ended.settle()

@@ -176,6 +176,24 @@ def refused(self: Any, account: int) -> int:
     return account
 
 
+class Unsent(psycopg.Connection[Any]):
+    """A connection whose COMMIT is never sent, and whose transaction stays open."""
+
+    def commit(self) -> None:
+        """Raise before anything is sent, as a signal's handler may."""
+        raise KeyError("interrupted")
+
+
+@app.task(**OPTIONS, name="ledger.unsent")
+def unsent(self: Any, account: int) -> int:
+    """COMMIT is interrupted before it is sent in the first attempt."""
+    connection = (Unsent if self.durable.attempt == 1 else psycopg.Connection[Any]).connect(DSN)
+    with self.complete_in(connection):
+        for each in steps(self, account):
+            connection.execute(each)
+    return account
+
+
 @app.task(**OPTIONS, name="ledger.chained")
 def chained(self: Any, account: int) -> int:
     """With a result for what follows."""
