@@ -206,6 +206,7 @@ def test_a_beat_inside_a_worker(app: Celery, environment: dict[str, str]) -> Non
         children = psutil.Process(worker.pid).children(recursive=True)
         assert seconds_to_end(worker, signal.SIGTERM) < 8
         assert not [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        assert not rows(app, "select 1 from {schema}.beat"), "it has said that it ends"
         assert "Traceback" not in worker.logs()
     finally:
         worker.teardown()
