@@ -64,6 +64,8 @@ class Settings:
     """Where the doubling of ``redispatch_after`` ends."""
     undelivered_grace: float = 7 * 86400.0
     """A leased timer that no worker ever leased is dead after this."""
+    unknown_task_grace: float = 86400.0
+    """How long a timer whose task no worker knows is dispatched again, with growing pauses, before it is dead."""
     retention: float = 7 * 86400.0
     """How long history, and with it the uniqueness of finished keys, is kept."""
     max_payload: int = 1_000_000
@@ -128,7 +130,7 @@ class Settings:
 
 _DURATIONS = (
     "poll_interval", "claim_timeout", "publish_timeout", "sweep_interval", "lease", "heartbeat",
-    "redispatch_after", "redispatch_max", "undelivered_grace", "retention", "max_run", "connect_timeout",
+    "redispatch_after", "redispatch_max", "undelivered_grace", "unknown_task_grace", "retention", "max_run", "connect_timeout",
 )  # fmt: skip
 
 

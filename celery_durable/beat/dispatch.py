@@ -12,24 +12,31 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
+from random import sample
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from celery.utils.log import get_logger
 
+from celery_durable import signals
 from celery_durable.beat.link import Link
+from celery_durable.beat.suspects import Suspects
 from celery_durable.core.pacing import Clock, Outage, Watermark, pause_of_returned
 from celery_durable.errors import DurableError
-from celery_durable.messages.delivery import BrokerUnavailable, Outcome, Outgoing, Publisher
+from celery_durable.messages.delivery import BrokerUnavailable, Delivery, Outcome, Outgoing, Publisher
 from celery_durable.messages.message import Message
 from celery_durable.settings import Settings
 from celery_durable.store import claims
 from celery_durable.store.claims import Claim
 from celery_durable.store.executor import Executor
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 logger = get_logger(__name__)
 
@@ -37,8 +44,13 @@ logger = get_logger(__name__)
 STRETCH = 1.0
 #: Least seconds between two warnings about messages that the broker gives back.
 QUIET = 60.0
-#: Seconds after which a message that fails in a way nobody knows, and never did otherwise, is a dead letter.
+#: Seconds after which a message that fails alone again and again, while others come through, is a dead letter.
 LONG_FAILING = 86_400.0
+#: Failures of a message by itself, while others came through, after which it is tried less and less often, and those
+#: after which it may be given up.
+REPEATED, CONVINCING = 2, 5
+#: Forgotten messages that serve as probes together: one of them alone may be why the broker seems to be away.
+PROBES = 8
 
 
 class Undispatchable(DurableError):
@@ -55,7 +67,8 @@ class Page:
     claimed_at: float
     """Monotonic seconds, before the statement."""
     confirmed: list[Claim] = field(default_factory=list)
-    returned: list[Claim] = field(default_factory=list)
+    returned: list[tuple[Claim, float]] = field(default_factory=list)
+    """To be tried again, after so many seconds."""
     bad: list[tuple[Claim, Exception]] = field(default_factory=list)
 
 
@@ -66,6 +79,7 @@ class Dispatcher:
     After that, until the broker is back, one timer at a time serves as probe.
 
     Arguments:
+        app: sends the signals.
         link: the beat's connection.
         publisher: to the broker.
         settings: page size and time limits.
@@ -73,12 +87,16 @@ class Dispatcher:
         clock: the database's clock.
     """
 
-    def __init__(self, link: Link, publisher: Publisher, settings: Settings, outage: Outage, clock: Clock) -> None:
+    def __init__(
+        self, app: Celery, link: Link, publisher: Publisher, settings: Settings, outage: Outage, clock: Clock
+    ) -> None:
+        self._app = app
         self._link = link
         self._publisher = publisher
         self._settings = settings
         self._outage = outage
         self._clock = clock
+        self._suspects = Suspects()
         self._warned_at = float("-inf")
         #: Timers marked since the last look at it.
         self.dispatched = 0
@@ -134,9 +152,8 @@ class Dispatcher:
     def again(self, ids: Sequence[UUID]) -> int:
         """Claim and dispatch runs that nobody followed up; returns how many."""
         started = time.monotonic()
-        found = self._link.run(
-            lambda executor: claims.reclaim(executor, ids[: self.page], timeout=self._settings.claim_timeout)
-        )
+        taken = sample(ids, min(PROBES, len(ids))) if self._outage.active else ids[: self.page]
+        found = self._link.run(lambda executor: claims.reclaim(executor, taken, timeout=self._settings.claim_timeout))
         self._serve(Page(claims=found, held=len(found), claimed_at=started))
         return len(found)
 
@@ -169,6 +186,30 @@ class Dispatcher:
         Raises:
             BrokerUnavailable: nothing was sent, or nothing came through.
         """
+        outgoing, by_id = self._outgoing(page)
+        if not outgoing:
+            return
+        until = page.claimed_at + self._settings.publish_timeout
+        batches = self._suspects.batches(outgoing, alone=self._outage.active)
+        number = len(batches)
+        while batches:
+            try:
+                deliveries = self._publisher.publish(batches[0])
+            except BrokerUnavailable as exc:
+                if len(batches) == number:
+                    raise
+                self._failed(str(exc))
+                break
+            del batches[0]
+            self._sort(page, by_id, deliveries)
+            # Suspects that break one connection after the other must not take the time of others.
+            if time.monotonic() >= until:
+                break
+        pause = self._short_pause()
+        page.returned += [(by_id[each.timer_id], pause) for batch in batches for each in batch]
+
+    def _outgoing(self, page: Page) -> tuple[list[Outgoing], dict[object, Claim]]:
+        """What of a page can be published, and the claims by their timers."""
         by_id: dict[object, Claim] = {}
         outgoing: list[Outgoing] = []
         waited = time.monotonic() - page.claimed_at
@@ -185,31 +226,62 @@ class Dispatcher:
                 continue
             by_id[claim.id] = claim
             outgoing.append(Outgoing(claim.id, message, expires_in))
-        if not outgoing:
-            return
-        deliveries = self._publisher.publish(outgoing)
-        uncertain = ""
+        return outgoing, by_id
+
+    def _sort(self, page: Page, by_id: dict[object, Claim], deliveries: Sequence[Delivery]) -> None:
+        confirmed: list[Claim] = []
+        unclear: list[Delivery] = []
         reasons: Counter[str] = Counter()
         for delivery in deliveries:
             claim = by_id[delivery.timer_id]
             if delivery.outcome is Outcome.CONFIRMED:
-                page.confirmed.append(claim)
-            elif delivery.outcome is Outcome.REFUSED or (
-                delivery.outcome is Outcome.FAILED and self._late(claim) > LONG_FAILING
-            ):
+                confirmed.append(claim)
+            elif delivery.outcome is Outcome.UNCERTAIN:
+                unclear.append(delivery)
+            elif delivery.outcome is Outcome.REFUSED:
                 page.bad.append((claim, Undispatchable(delivery.reason)))
-            elif delivery.outcome in (Outcome.RETURNED, Outcome.FAILED):
-                page.returned.append(claim)
-                reasons[delivery.reason] += 1
             else:
-                # The broker may have it: it is published again when its claim expires.
-                uncertain = delivery.reason or "no word from the broker"
-        if reasons:
-            self._warn(reasons)
-        if uncertain and not page.confirmed:
-            self._failed(uncertain)
+                if delivery.outcome is Outcome.FAILED:
+                    self._suspects.failed(claim.id)
+                reasons[delivery.reason] += self._again_later(page, claim, delivery)
+        page.confirmed += confirmed
+        self._suspects.came_through([each.id for each in confirmed])
+        if unclear:
+            self._unclear(page, by_id, unclear, alone=len(deliveries) == 1, working=bool(confirmed))
         else:
             self._worked()
+        if +reasons:
+            self._warn(reasons)
+
+    def _unclear(
+        self, page: Page, by_id: dict[object, Claim], unclear: Sequence[Delivery], *, alone: bool, working: bool
+    ) -> None:
+        """Note messages that the broker may have or not: most are published again when their claims expire."""
+        reason = unclear[-1].reason or "no word from the broker"
+        suspected = all(self._suspects.known(each.timer_id) for each in unclear)
+        self._suspects.broke([each.timer_id for each in unclear])
+        claim = by_id[unclear[-1].timer_id]
+        if alone and self._suspects.failures(claim.id) >= REPEATED and self._again_later(page, claim, unclear[-1]):
+            self._warn(Counter({f"{reason} (each time that timer {claim.id}, {claim.task}, is sent by itself)": 1}))
+        if working:
+            self._worked()
+        elif self._outage.active or not suspected:
+            # Of suspects alone nobody could tell whether the broker is away.
+            self._failed(reason)
+
+    def _again_later(self, page: Page, claim: Claim, delivery: Delivery) -> bool:
+        """Let go of a message that failed; False: it has so long, while others came through, that it is given up."""
+        late = self._late(claim)
+        convinced = self._suspects.failures(claim.id) >= CONVINCING and delivery.outcome is not Outcome.RETURNED
+        if convinced and late > LONG_FAILING:
+            page.bad.append((claim, Undispatchable(delivery.reason)))
+            return False
+        pause = pause_of_returned(late, most=self._settings.redispatch_after)
+        if delivery.outcome is Outcome.UNCERTAIN:
+            # The broker may have it: no sooner than other claims of which nothing is known.
+            pause = max(pause, self._settings.claim_timeout)
+        page.returned.append((claim, pause))
+        return True
 
     def _settle(self, executor: Executor, page: Page) -> None:
         if page.confirmed:
@@ -218,23 +290,41 @@ class Dispatcher:
                 redispatch_max=self._settings.redispatch_max,
             )  # fmt: skip
             self.dispatched += len(lateness)
+            if signals.timer_dispatched.receivers:
+                self._tell_dispatched(page.confirmed, lateness)
             if logger.isEnabledFor(logging.DEBUG):
                 for claim in page.confirmed:
                     logger.debug("%s sent. id->%s", claim.task, claim.id)
-        for claim in page.returned:
-            pause = pause_of_returned(self._late(claim), most=self._settings.redispatch_after)
-            claims.release(executor, [claim], pause=pause)
+        by_pause: dict[float, list[Claim]] = {}
+        for claim, pause in page.returned:
+            by_pause.setdefault(pause, []).append(claim)
+        for pause, returned in by_pause.items():
+            claims.release(executor, returned, pause=pause)
         for claim, error in page.bad:
             if claims.quarantine(executor, claim, error):
                 logger.error("Timer %s (%s) can never be published, it is dead now: %s", claim.id, claim.task, error)
+                signals.timer_dead.send(
+                    self._app, timer_id=claim.id, task=claim.task, reason="undispatchable", error=str(error)
+                )
+
+    def _tell_dispatched(self, confirmed: Sequence[Claim], lateness: Mapping[UUID, float]) -> None:
+        for claim in confirmed:
+            if claim.id in lateness:
+                signals.timer_dispatched.send(
+                    self._app, timer_id=claim.id, task=claim.task, lateness=lateness[claim.id], leased=claim.leased
+                )
 
     def _late(self, claim: Claim) -> float:
         """Seconds since it was due."""
         return self._clock.at(time.monotonic()) - (claim.due_at if isfinite(claim.due_at) else 0.0)
 
     def _let_go(self, page: Page) -> None:
-        pause = max(self._outage.remaining(time.monotonic()), 0.1)
+        pause = self._short_pause()
         self._link.run(lambda executor: claims.release(executor, page.claims, pause=pause))
+
+    def _short_pause(self) -> float:
+        """Seconds until what was not sent at all may be tried again."""
+        return max(self._outage.remaining(time.monotonic()), 0.1)
 
     def _failed(self, reason: str) -> None:
         if self._outage.failed(time.monotonic()):
@@ -254,7 +344,7 @@ class Dispatcher:
         if now - self._warned_at >= QUIET:
             self._warned_at = now
             reason, count = reasons.most_common(1)[0]
-            logger.warning("The broker gave back %d messages, they are tried again later: %s", count, reason)
+            logger.warning("The broker did not take %d messages, they are tried again later: %s", count, reason)
 
 
 def read(claim: Claim) -> Message:

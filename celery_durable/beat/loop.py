@@ -68,8 +68,8 @@ class Loop:
         self._clock = Clock()
         self._postgres = Outage(random=random)
         self._broker = Outage(random=random)
-        self._dispatcher = Dispatcher(self._link, publisher, self._settings, self._broker, self._clock)
-        self._sweeper = Sweeper(self._link, self._dispatcher, self._broker, self._settings)
+        self._dispatcher = Dispatcher(app, self._link, publisher, self._settings, self._broker, self._clock)
+        self._sweeper = Sweeper(app, self._link, self._dispatcher, self._broker, self._settings)
         self._occurrences: Occurrences | None = None
         self._zones = ZoneWatch(self._link, lambda: None)
         self._entries: tuple[dict[str, entries.Entry], set[str]] = {}, set()

@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from random import random
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import UUID
 
 import psycopg
 from celery.utils.log import get_logger
 
+from celery_durable import signals
 from celery_durable.beat.dispatch import Dispatcher
 from celery_durable.beat.link import Link
 from celery_durable.core.identity import new_id
@@ -29,7 +30,10 @@ from celery_durable.core.pacing import Outage, jittered
 from celery_durable.messages.delivery import BrokerUnavailable
 from celery_durable.settings import Settings
 from celery_durable.store import beats, expiry, history
-from celery_durable.store.executor import Executor
+from celery_durable.store.executor import Executor, Row
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 T = TypeVar("T")
 
@@ -49,13 +53,15 @@ class Sweeper:
     """The sweeps of one beat.
 
     Arguments:
+        app: sends the signals.
         link: the beat's connection.
         dispatcher: publishes again what was forgotten.
         outage: the broker's: nothing is published again while it is away.
         settings: page size and intervals.
     """
 
-    def __init__(self, link: Link, dispatcher: Dispatcher, outage: Outage, settings: Settings) -> None:
+    def __init__(self, app: Celery, link: Link, dispatcher: Dispatcher, outage: Outage, settings: Settings) -> None:
+        self._app = app
         self._link = link
         self._dispatcher = dispatcher
         self._outage = outage
@@ -139,14 +145,28 @@ class Sweeper:
         return error
 
     def _settle_lost(self, executor: Executor, ids: Sequence[UUID]) -> None:
-        back, dead = expiry.settle_lost(executor, ids)
-        if back or dead:
-            logger.warning("%d runs lost their worker: %d run again, %d are dead letters.", back + dead, back, dead)
+        rows = expiry.settle_lost(executor, ids)
+        dead = [row for row in rows if row.over]
+        if rows:
+            logger.warning(
+                "%d runs lost their worker: %d run again, %d are dead letters.",
+                len(rows),
+                len(rows) - len(dead),
+                len(dead),
+            )
+        for row in rows:
+            if row.over:
+                tell_dead(self._app, row)
+            else:
+                told = {"timer_id": row.id, "task": row.task, "attempt": row.attempt, "error": row.error}
+                signals.timer_retried.send(self._app, **told)
 
     def _settle_unwanted(self, executor: Executor, ids: Sequence[UUID]) -> None:
-        number = expiry.settle_unwanted(executor, ids, grace=self._settings.undelivered_grace)
-        if number:
-            logger.error("%d timers were never taken by a worker: they are dead letters now.", number)
+        rows = expiry.settle_unwanted(executor, ids, grace=self._settings.undelivered_grace)
+        if rows:
+            logger.error("%d timers were never taken by a worker: they are dead letters now.", len(rows))
+        for row in rows:
+            tell_dead(self._app, row)
 
     def _prune(self) -> None:
         now = time.monotonic()
@@ -210,3 +230,8 @@ class Sweeper:
                 if ending:
                     return
                 self._try(f"{what} one by one", partial(settle, ids=[each]))
+
+
+def tell_dead(app: Celery, row: Row) -> None:
+    """Send the signal of a dead letter."""
+    signals.timer_dead.send(app, timer_id=row.id, task=row.task, reason=row.reason, error=row.error)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from celery_durable.core.text import storable
-from celery_durable.store.executor import Executor
+from celery_durable.store.executor import Executor, Row
 
 #: The lower bound of a scan that must see everything.
 UNBOUNDED = "-infinity"
@@ -253,21 +253,21 @@ def _fenced(claims: Sequence[Claim]) -> dict[str, object]:
 
 def mark(
     executor: Executor, confirmed: Sequence[Claim], *, redispatch_after: float, redispatch_max: float
-) -> list[float]:
+) -> dict[UUID, float]:
     """Record what the broker has confirmed: leased timers as dispatched, plain ones as sent.
 
     Returns:
         The lateness in seconds of each timer marked; those that a worker overtook are not among them.
     """
-    lateness: list[float] = []
+    rows: list[Row] = []
     leased = [each for each in confirmed if each.leased]
     plain = [each for each in confirmed if not each.leased]
     if leased:
         times = {"redispatch_after": redispatch_after, "redispatch_max": redispatch_max}
-        lateness += [row.lateness for row in executor.fetch(MARK_DISPATCHED, {**_fenced(leased), **times})]
+        rows += executor.fetch(MARK_DISPATCHED, {**_fenced(leased), **times})
     if plain:
-        lateness += [row.lateness for row in executor.fetch(MARK_SENT, _fenced(plain))]
-    return lateness
+        rows += executor.fetch(MARK_SENT, _fenced(plain))
+    return {row.id: row.lateness for row in rows}
 
 
 def release(executor: Executor, claims: Sequence[Claim], *, pause: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from celery_durable.store.executor import Executor
+from celery_durable.store.executor import Executor, Row
 from celery_durable.store.runs import MAX_LOST
 from celery_durable.store.timers import ANNOUNCED
 
@@ -77,9 +77,10 @@ told as (
     select j.id, j.fence, j.started_at, j.attempt, case when j.state = 'running' then 'lost' else 'held' end, j.worker,
            back.due_at, 'WorkerLostError', 'no heartbeat of ' || j.worker
     from judged j left join back on back.id = j.id)
-select j.id, j.over, case when back.wake_at <= {schema}.clock() + %(announced)s::float8 * interval '1 second'
+select j.id, j.over, j.attempt, j.why as reason, c.task, 'no heartbeat of ' || j.worker as error,
+    case when back.wake_at <= {schema}.clock() + %(announced)s::float8 * interval '1 second'
     then pg_notify(trim(both '"' from '{schema}'), extract(epoch from back.wake_at)::text)::text end
-from judged j left join back on back.id = j.id
+from judged j join {schema}.call c on c.id = j.call_id left join back on back.id = j.id
 """.replace("{max_lost}", str(MAX_LOST))
 
 # Purpose: leased timers past `expires` that no worker has leased.  Index: primary key.  Locks: skipping others'.
@@ -104,10 +105,13 @@ gone as (delete from {schema}.run r using late where r.id = late.id returning r.
 ended as (
     insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state, reason)
     select id, call_id, due_at, dispatched_at, fence, attempt, 'dead', 'never leased' from gone
+    on conflict do nothing),
+buried as (
+    insert into {schema}.dead (id, call_id, attempt, reason, error)
+    select id, call_id, attempt, 'never leased', 'no worker took it after ' || dispatches || ' dispatches' from gone
     on conflict do nothing)
-insert into {schema}.dead (id, call_id, attempt, reason, error)
-select id, call_id, attempt, 'never leased', 'no worker took it after ' || dispatches || ' dispatches' from gone
-on conflict do nothing returning id
+select g.id, c.task, 'never leased' as reason, 'no worker took it after ' || g.dispatches || ' dispatches' as error
+from gone g join {schema}.call c on c.id = g.call_id
 """
 
 # Purpose: renewals that outlived their run.  Index: primary keys.  Locks: the page's rows, skipping others'.
@@ -145,11 +149,13 @@ def look(executor: Executor, *, after: UUID, page: int, grace: float) -> Stretch
     )  # fmt: skip
 
 
-def settle_lost(executor: Executor, ids: Sequence[UUID]) -> tuple[int, int]:
-    """End the runs whose lease has expired; returns how many go back to waiting, and how many are dead."""
-    rows = executor.fetch(LOST, {"ids": [str(each) for each in ids], "announced": ANNOUNCED})
-    dead = sum(bool(row.over) for row in rows)
-    return len(rows) - dead, dead
+def settle_lost(executor: Executor, ids: Sequence[UUID]) -> Sequence[Row]:
+    """End the runs whose lease has expired.
+
+    Returns:
+        Rows with id, task, attempt, reason and error; ``over``: it is dead, the others go back to waiting.
+    """
+    return executor.fetch(LOST, {"ids": [str(each) for each in ids], "announced": ANNOUNCED})
 
 
 def settle_expired(executor: Executor, ids: Sequence[UUID]) -> int:
@@ -157,9 +163,9 @@ def settle_expired(executor: Executor, ids: Sequence[UUID]) -> int:
     return len(executor.fetch(EXPIRED, {"ids": [str(each) for each in ids]}))
 
 
-def settle_unwanted(executor: Executor, ids: Sequence[UUID], *, grace: float) -> int:
-    """Make dead letters of timers that no worker ever leased; returns how many."""
-    return len(executor.fetch(UNWANTED, {"ids": [str(each) for each in ids], "grace": grace}))
+def settle_unwanted(executor: Executor, ids: Sequence[UUID], *, grace: float) -> Sequence[Row]:
+    """Make dead letters of timers that no worker ever leased; returns rows with id, task, reason and error."""
+    return executor.fetch(UNWANTED, {"ids": [str(each) for each in ids], "grace": grace})
 
 
 def clear_renewals(executor: Executor, *, page: int) -> int:

@@ -19,6 +19,8 @@ from celery_durable.store.timers import ANNOUNCED, NewTimer
 
 #: A task without a limit of attempts ends after this many lost workers all the same.
 MAX_LOST = 10
+#: Shortest pause before a timer whose task a worker did not know is dispatched again, in seconds.
+UNKNOWN_PAUSE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,41 @@ where r.id = %(id)s::uuid and r.fence = %(fence)s and r.state in ('running', 'fi
 NUDGE = """
 update {schema}.run set state = 'claimed', fence = nextval('{schema}.fence'), deadline = {schema}.clock()
 where id = %(id)s::uuid and state in ('claimed', 'dispatched') returning id
+"""
+
+# Purpose: a worker does not know this timer's task: dispatch it again, after a pause that grows with the time since
+# this was first met.  Index: primary key.  Locks: the row.  Fence: a fresh one: a mark must not put this off.
+UNKNOWN = """
+with met as (
+    update {schema}.run
+    set state = 'claimed', fence = nextval('{schema}.fence'), unknown_at = coalesce(unknown_at, {schema}.clock()),
+        deadline = {schema}.clock() + interval '1 second' * least(600, {least} + coalesce(
+            extract(epoch from {schema}.clock())::float8 - extract(epoch from unknown_at)::float8, 0) / 2)
+    where id = %(id)s::uuid and call_id = %(call_id)s::uuid and leased and state in ('claimed', 'dispatched')
+    returning *)
+insert into {schema}.attempt (timer_id, fence, attempt, ending, worker, next_due_at, error_type, error)
+select m.id, m.fence, m.attempt, 'unknown', %(worker)s::text, m.deadline, 'NotRegistered',
+       'this worker does not know the task ' || c.task
+from met m join {schema}.call c on c.id = m.call_id
+"""
+
+# Purpose: nobody has known its task for the whole grace: dead.  Index: primary key.  Locks: the row.
+# Fence: none named; the state is.
+UNKNOWN_TOO_LONG = """
+with gone as (
+    delete from {schema}.run
+    where id = %(id)s::uuid and call_id = %(call_id)s::uuid and leased and state in ('claimed', 'dispatched')
+      and unknown_at <= {schema}.clock() - %(grace)s::float8 * interval '1 second' returning *),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, fence, attempt, state, reason)
+    select id, call_id, due_at, dispatched_at, fence, attempt, 'dead', 'unknown task' from gone
+    on conflict do nothing),
+buried as (
+    insert into {schema}.dead (id, call_id, attempt, reason, error_type, error)
+    select g.id, g.call_id, g.attempt, 'unknown task', 'NotRegistered', 'no worker knew the task ' || c.task
+    from gone g join {schema}.call c on c.id = g.call_id
+    on conflict do nothing)
+select id from gone
 """
 
 # Purpose: what a parent that lost its child needs to settle the run.  Index: primary key.  Fence: found by token.
@@ -322,6 +359,19 @@ def by_token(executor: Executor, timer_id: UUID, token: str) -> Row | None:
 def nudge(executor: Executor, timer_id: UUID) -> bool:
     """Have a dispatched timer whose message is known to be lost dispatched again at once."""
     return bool(executor.fetch(NUDGE, {"id": str(timer_id)}))
+
+
+def unknown(executor: Executor, *, timer_id: UUID, call_id: UUID, worker: str, grace: float) -> bool:
+    """A worker does not know the task: put the next dispatch off, or end the timer after `grace` seconds of that.
+
+    Returns:
+        Whether the timer is dead now.
+    """
+    parameters = {"id": str(timer_id), "call_id": str(call_id), "worker": worker, "grace": grace}
+    if executor.fetch(UNKNOWN_TOO_LONG, parameters):
+        return True
+    executor.fetch(UNKNOWN.replace("{least}", str(UNKNOWN_PAUSE)), parameters)
+    return False
 
 
 def finish(executor: Executor, timer_id: UUID, fence: int) -> bool:

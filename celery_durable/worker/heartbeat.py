@@ -23,7 +23,7 @@ from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
 from celery_durable.store import meta, runs
 from celery_durable.store.database import DATABASE_ERRORS, Database, Trouble, translated
 from celery_durable.store.executor import Executor, PsycopgExecutor
-from celery_durable.worker import former
+from celery_durable.worker import former, unknown
 from celery_durable.worker.delivery import DELIVERIES, Delivery
 from celery_durable.worker.native import Switch, start_thread
 from celery_durable.worker.request import release
@@ -157,6 +157,7 @@ class LeaseStep(bootsteps.StartStopStep):
         if self._heartbeat is not None:
             return
         former.watch()
+        unknown.watch()
         self._heartbeat = Heartbeat(usable_database(parent.app))
         self._heartbeat.start()
 

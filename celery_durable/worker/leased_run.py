@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
+from celery.utils.dispatch import Signal
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads
 
-from celery_durable import calls
+from celery_durable import calls, signals
 from celery_durable.core.identity import new_id
 from celery_durable.core.states import State
 from celery_durable.errors import DuplicateDelivery
@@ -97,7 +98,13 @@ class LeasedRun(Attempt):
         run.attach(request)
         # A re-published message is the first one: only the lease knows how many attempts there were.
         request.retries = lease.attempt - 1
+        run.tell(signals.timer_started, fence=lease.fence)
         return run
+
+    def tell(self, signal: Signal, **more: Any) -> None:
+        """Send one of our signals about this run."""
+        attempt = {} if signal is signals.timer_dead else {"attempt": self.number}
+        signal.send(self.task.app, timer_id=self.lease.timer_id, task=self.task.name, **attempt, **more)
 
     @property
     def context(self) -> DurableContext:
@@ -193,12 +200,14 @@ class LeasedRun(Attempt):
             return due is not None
 
         self._settle(ending, operation, failure)
+        self.tell(signals.timer_retried, error=failure.error)
 
     def bury(self, reason: str, failure: Failure) -> None:
         """Make a dead letter of the timer."""
         self._settle(
             "dead", lambda executor, id, fence: runs.bury(executor, id, fence, reason=reason, failure=failure), failure
         )
+        self.tell(signals.timer_dead, reason=reason, error=failure.error)
 
     def postpone(self, error: BaseException) -> None:
         """The callbacks of the held value could not be sent: they are due again after the task's pause.
@@ -250,6 +259,7 @@ class LeasedRun(Attempt):
             raise DuplicateDelivery("unavailable") from exc
         if not ours:
             logger.warning("Lease of %s[%s] lost, fence %s: nothing is sent.", self.task.name, id, fence)
+            self.tell(signals.lease_lost, fence=fence)
             raise DuplicateDelivery("lease lost")
 
     def prepare(self, call: Call) -> NewTimer:

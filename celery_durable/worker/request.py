@@ -22,6 +22,7 @@ from kombu.utils.encoding import safe_repr, safe_str
 
 from celery_durable.core.states import State
 from celery_durable.errors import DuplicateDelivery
+from celery_durable.signals import timer_dead, timer_retried
 from celery_durable.store import runs, timers
 from celery_durable.store.database import DATABASE_ERRORS, Database
 from celery_durable.store.executor import Executor, Row
@@ -184,14 +185,18 @@ class DurableRequest(Request):
         assert delivery is not None
         policy = RetryPolicy.of(self.task)
         failure = carried(error, exc_info)
+        told: dict[str, Any] = {"timer_id": delivery.timer_id, "task": self.name, "error": failure.error}
+        reason, attempt = "time limit" if limit else "worker lost", 0
 
         def settle(executor: Executor) -> float | State | None:
+            nonlocal attempt
             row = runs.by_token(executor, delivery.timer_id, delivery.token)
             if row is None or row.state != State.RUNNING:
                 # The child may have died before it took the lease: its message is gone, its timer is not.
                 runs.nudge(executor, delivery.timer_id)
                 found = timers.find(executor, delivery.timer_id)
                 return None if found is None else found.state
+            attempt = row.attempt
             if _attempts_left(row, counts_as_lost=not limit):
                 delay = policy.delay(row.attempt)
                 if limit:
@@ -201,7 +206,6 @@ class DurableRequest(Request):
                     ending="failed" if limit else "lost", lost=not limit,
                 )  # fmt: skip
                 return delay if due is not None else None
-            reason = "time limit" if limit else "worker lost"
             runs.bury(
                 executor, delivery.timer_id, row.fence, reason=reason, failure=failure,
                 ending="failed" if limit else "lost",
@@ -212,12 +216,14 @@ class DurableRequest(Request):
         try:
             settled = self._in_database(settle)
             if settled is State.DEAD:
+                timer_dead.send(self.task.app, **told, reason=reason)
                 return False
         finally:
             # Whatever happens, this request has ended: one that stays active is kept alive by the heartbeat.
             if settled is not State.DEAD:
                 self._ready()
         if isinstance(settled, float):
+            timer_retried.send(self.task.app, **told, attempt=attempt)
             self._report_retry(error, settled, exc_info)
         else:
             logger.warning("%s[%s]: %s; its timer is %s.", self.name, self.id, error, settled or "left to its lease")

@@ -19,6 +19,7 @@ from celery_durable.errors import LeaseLost
 from celery_durable.interception import BROKER_OPTIONS, intercept
 from celery_durable.messages.capture import CapturingProducer
 from celery_durable.messages.rendering import own_headers
+from celery_durable.signals import lease_lost
 from celery_durable.store.database import Database
 from celery_durable.timer import Timer
 from celery_durable.worker import execution
@@ -141,6 +142,7 @@ class DurableTask(Unwrapped, Base):
         """
         run = Attempt.of(self.request)
         if isinstance(run, LeasedRun) and not run.holds:
+            run.tell(lease_lost, fence=run.lease.fence)
             raise LeaseLost(
                 f"The lease of {self.name}[{run.lease.timer_id}], fence {run.lease.fence}, is no longer ours."
             )

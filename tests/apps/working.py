@@ -16,6 +16,7 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_durable import DurableTask
+from celery_durable.signals import lease_lost, timer_dead, timer_dispatched, timer_retried, timer_started
 
 URL = os.environ.get("CELERY_DURABLE_DATABASE_URL", "")
 
@@ -336,3 +337,27 @@ def overriding(self: Any, name: str) -> str:
     if self.durable.attempt == 1:
         raise self.retry(countdown=0)
     return name
+
+
+if "TEST_NEWER" in os.environ:
+
+    @app.task(**QUICK, name="working.newer")
+    def newer(self: Any, name: str) -> str:
+        """A task that only a newer program knows."""
+        record(self, name)
+        return name
+
+
+def told(signal: Any = None, sender: Any = None, timer_id: Any = None, **more: Any) -> None:
+    """Note a signal."""
+    assert sender is app
+    with psycopg.connect(URL.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute(
+            "insert into body (name, timer_id, more) values (%s, %s, %s)",
+            (f"signal {signal.name}", timer_id, json.dumps(more, default=str)),
+        )
+
+
+if "TEST_SIGNALS" in os.environ:
+    for each in (timer_dead, timer_dispatched, timer_retried, timer_started, lease_lost):
+        each.connect(told, weak=False)

@@ -90,7 +90,8 @@ create table run (
     held boolean not null default false,
     state text not null,               -- in a WHERE, never in an index
     token text,
-    worker text
+    worker text,
+    unknown_at timestamptz             -- when a worker first did not know its task
 ) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 500)
 """
 
@@ -151,7 +152,7 @@ create table attempt (
     ended_at timestamptz not null default clock(),
     next_due_at timestamptz,
     attempt integer not null,
-    ending text not null,              -- failed, retried, lost, refused, held
+    ending text not null,              -- failed, retried, lost, refused, held, unknown
     worker text,
     error_type text,
     error text,
