@@ -44,18 +44,18 @@ class Suspects:
         """
         if not alone and not self._records:
             return [list(outgoing)]
-        sized = sorted(((1 if alone else self._group(each)), index) for index, each in enumerate(outgoing))
+        # The larger its group and the rarer its failures, the less it is suspected; time may be up before the last.
+        ordered = sorted(outgoing, key=lambda each: self._suspicion(each.timer_id))
         batches: list[list[Outgoing]] = []
-        for size, members in groupby(sized, key=lambda pair: pair[0]):
-            together = [outgoing[index] for _, index in members]
-            step = size or len(together)
+        for group, members in groupby(ordered, key=lambda each: self._group(each.timer_id)):
+            together = list(members)
+            step = 1 if alone else group or len(together)
             batches += [together[start : start + step] for start in range(0, len(together), step)]
-        # The larger its group, the less it is suspected.
-        return sorted(batches, key=lambda batch: -(self._group(batch[0]) or len(outgoing) + 1))
+        return batches
 
     def known(self, timer_id: object) -> bool:
         """Whether it is suspected."""
-        return self._group_of(timer_id) > 0
+        return self._group(timer_id) > 0
 
     def came_through(self, timer_ids: Collection[object]) -> None:
         """The broker has confirmed these."""
@@ -81,12 +81,13 @@ class Suspects:
         record = self._records.get(timer_id)
         return 0 if record is None else record.failures
 
-    def _group(self, each: Outgoing) -> int:
-        return self._group_of(each.timer_id)
-
-    def _group_of(self, timer_id: object) -> int:
+    def _group(self, timer_id: object) -> int:
         record = self._records.get(timer_id)
         return 0 if record is None else record.group
+
+    def _suspicion(self, timer_id: object) -> tuple[bool, int, int]:
+        known = self.known(timer_id)
+        return known, -self._group(timer_id), self.failures(timer_id) if known else 0
 
     def _record(self, timer_id: object) -> _Record:
         record = self._records.pop(timer_id, None) or _Record(group=0)

@@ -16,6 +16,7 @@ from celery_durable.messages.delivery import Delivery, Outcome, Outgoing
 from celery_durable.store.database import Database
 from tests.beats import Published, Scripted, inline_beat, make_app, rows, states
 from tests.servers.processes import CeleryTestBeat
+from tests.servers.proxy import Proxy
 from tests.servers.waiting import eventually
 
 NOW = timedelta(0)
@@ -218,10 +219,65 @@ def test_an_unknown_failure_of_one_message_is_tried_again_and_is_no_outage(app: 
         assert not beat.loop._broker.active
         eventually(lambda: beat.turn() or sum(odd.id in page for page in publisher.pages) >= 2, message="tried again")
         assert not beat.loop._broker.active
-        rows(
-            app, "update {schema}.run set due_at = due_at - interval '2 days', deadline = {schema}.clock() returning id"
-        )
-        beat.until(lambda: odd.state == "dead")
+        rows(app, "update {schema}.run set due_at = due_at - interval '2 days' returning id")
+
+        def dead() -> bool:
+            """Once it has failed often while others came through."""
+            apply_at("beating.plain", NOW, app=app)
+            rows(app, "update {schema}.run set deadline = {schema}.clock() returning id")
+            return odd.state == "dead"
+
+        beat.until(dead)
+        assert sum(odd.id in page for page in publisher.pages) >= 5
+
+
+POISON = "drop-me-at-once"
+
+
+@pytest.fixture(params=["valkey", "one by one", "rabbitmq"])
+def choosy(request: pytest.FixtureRequest, database_url: str) -> Iterator[tuple[Celery, Proxy]]:
+    """An app whose broker breaks the connection over a certain message."""
+    server = request.getfixturevalue("rabbitmq" if request.param == "rabbitmq" else "valkey")
+    if request.param == "rabbitmq":
+        url = server.create_vhost()
+    else:
+        server.client().flushall()
+        url = server.url
+    proxy = Proxy(server.port)
+    proxy.poison = POISON.encode()
+    # So told, redis-py might repeat a pipeline: each message is sent by itself, as to any other transport.
+    options = {"broker_transport_options": {"retry_on_timeout": True}} if request.param == "one by one" else {}
+    app = make_app(database_url, url.replace(f":{server.port}", f":{proxy.port}"), **options)
+    yield app, proxy
+    app.close()
+    Database.of(app).close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("number", [5, 40])
+def test_messages_that_break_the_connection_hold_up_nobody(choosy: tuple[Celery, Proxy], number: int) -> None:
+    """Neighbours of their page go out when their claims have expired, later ones at once; in the end they are dead."""
+    app, proxy = choosy
+    bad = apply_many("beating.plain", [(NOW, (each,)) for each in range(number)], app=app, headers={"note": POISON})
+    apply_many("beating.plain", [(NOW, (each,)) for each in range(60)], app=app)
+    with inline_beat(app) as beat:
+        beat.until(lambda: states(app).get("sent") == 60, timeout=40)
+        assert proxy.poisoned > 1
+        for _ in range(3):
+            late = apply_at("beating.plain", NOW, app=app)
+            started = time.monotonic()
+            beat.until(lambda late=late: late.state == "sent")
+            assert time.monotonic() - started < 3
+        assert states(app) == {"sent": 63, "claimed": number}
+        rows(app, "update {schema}.run set due_at = due_at - interval '2 days' returning id")
+
+        def ended() -> bool:
+            rows(app, "update {schema}.run set deadline = least(deadline, {schema}.clock()) returning id")
+            apply_at("beating.plain", NOW, app=app)
+            return states(app).get("dead") == number
+
+        beat.until(ended, timeout=40)
+    assert {each.id for each in dead_letters.find_all(app=app)} == {each.id for each in bad}
 
 
 def test_what_was_sent_is_marked_though_the_next_claim_fails(database_url: str) -> None:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can go deaf, or cut its connections."""
+"""A TCP proxy that can go deaf, cut its connections, or take offence at what it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Proxy:
     """Forwards a port of 127.0.0.1 to another.
 
     Modes: ``forward``; ``blackhole`` takes connections and bytes and answers
-    nothing; :meth:`cut` breaks every open connection at once.
+    nothing; :meth:`cut` breaks every open connection at once.  A connection
+    whose client sends the bytes of `poison` breaks before they are forwarded.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -23,6 +24,9 @@ class Proxy:
         #: Connections taken so far, and bytes swallowed: a fault test shows by them that its fault fired.
         self.connections = 0
         self.swallowed = 0
+        self.poison: bytes | None = None
+        #: Connections that poison has broken.
+        self.poisoned = 0
         self._open: set[socket.socket] = set()
         self._closing = False
         threading.Thread(target=self._accept, daemon=True).start()
@@ -42,11 +46,17 @@ class Proxy:
             server.settimeout(None)
             self._open |= {client, server}
             for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._pump, args=(source, sink, source is client), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, tasting: bool) -> None:
+        before = b""
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if tasting and self.poison is not None:
+                    if self.poison in before + data:
+                        self.poisoned += 1
+                        break
+                    before = data[-len(self.poison) :]
                 if self.mode == "blackhole":
                     self.swallowed += len(data)
                     continue

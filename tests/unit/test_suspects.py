@@ -41,6 +41,17 @@ def test_what_is_above_suspicion_goes_first_and_what_is_suspected_most_last() ->
     assert known.batches(page(0, 1, 50), alone=True) == [page(50), page(1), page(0)]
 
 
+def test_of_messages_sent_alone_those_that_never_failed_go_first() -> None:
+    """There may be more that break the connection than there is time for."""
+    known = Suspects()
+    known.broke(ids(page(*range(PARTS))))
+    known.broke(ids(page(0)))
+    known.came_through(ids(page(90)))
+    for number in (0, 1):
+        known.broke(ids(page(number)))
+    assert known.batches(page(0, 1, 2), alone=False) == [page(2), page(1), page(0)]
+
+
 def test_a_message_that_came_through_is_suspected_no_more() -> None:
     known = Suspects()
     known.broke(ids(page(1, 2)))
