@@ -18,7 +18,7 @@ from uuid import UUID
 from celery.app.task import Task
 from celery.canvas import Signature
 
-from celery_durable import calls
+from celery_durable import calls, canvas
 from celery_durable.core.identity import new_id
 from celery_durable.core.moments import Moment, When, moment
 from celery_durable.core.states import Answer
@@ -48,7 +48,8 @@ def apply_at(
     """Store a call that runs once, at or soon after its due time.
 
     Arguments:
-        call: a task, a signature, or a task's name.
+        call: a task, a signature, or a task's name; or a chain, group or chord, which a task of ours applies
+            when it is due: some worker must have a DurableTask.
         when: an aware datetime, or a delay as a timedelta or in seconds, counted by the
             database's clock.  An instant in the past runs at once.
         args: positional arguments.
@@ -76,6 +77,15 @@ def apply_at(
     """
     if on_conflict not in _CONFLICTS:
         raise InvalidTimer(f"on_conflict = {on_conflict!r} is none of {', '.join(_CONFLICTS)}.")
+    if canvas.is_canvas(call):
+        app = app or call.app  # type: ignore[union-attr]  # a canvas is a signature
+        args, options, result = canvas.frozen(call, args, kwargs, options)  # type: ignore[arg-type]  # as above
+        timer = _apply(
+            canvas.APPLY, when, args, None, key=key, on_conflict=on_conflict, connection=connection, tenant=tenant,
+            durable=True, app=app, options=options, check_expiry=True,
+        )  # fmt: skip
+        timer.result = result if timer.created else None
+        return timer
     return _apply(
         call, when, args, kwargs, key=key, on_conflict=on_conflict, connection=connection, tenant=tenant, durable=durable,
         app=app, options=options, check_expiry=True,

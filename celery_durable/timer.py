@@ -40,6 +40,7 @@ class Timer:
         self.key = key
         self.due_at = due_at
         self.created = created
+        self._result: Any = None
 
     @classmethod
     def of(cls, app: Celery, found: timers.Found, *, created: bool = False) -> Timer:
@@ -71,9 +72,13 @@ class Timer:
 
     @property
     def result(self) -> AsyncResult[Any]:
-        """Celery's result of the task."""
-        result: AsyncResult[Any] = self.app.AsyncResult(self.task_id)
+        """Celery's result of the task; of a canvas that this handle has stored, the canvas' own result."""
+        result: AsyncResult[Any] = self._result or self.app.AsyncResult(self.task_id)
         return result
+
+    @result.setter
+    def result(self, result: Any) -> None:
+        self._result = result
 
     def cancel(self, *, connection: Any = None) -> Answer:
         """See :func:`celery_durable.cancel`."""

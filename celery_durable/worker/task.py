@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from celery.app.task import Task
 from celery.exceptions import Reject
 
-from celery_durable import scheduling
+from celery_durable import canvas, scheduling
 from celery_durable.calls import INTERNAL, due
 from celery_durable.core.moments import When
 from celery_durable.errors import LeaseLost
@@ -96,6 +96,8 @@ class DurableTask(Unwrapped, Base):
         cls.track_started = False
         app.steps["consumer"].add(LEASE_STEP)
         intercept(app)
+        if cls.name is not None:
+            canvas.register(app, DurableTask)
 
     @classmethod
     def _leave_to_celery(cls, app: Celery) -> None:

@@ -104,6 +104,12 @@ def former(self: Any, name: str) -> None:
     after.run(None, name)
 
 
+@app.task(**QUICK, name="working.sum")
+def total(self: Any, first: Any, more: list[int]) -> int:
+    """Add up what came before."""
+    return sum([*(first if isinstance(first, list) else [first]), *more])
+
+
 @app.task(**QUICK, name="working.flaky")
 def flaky(self: Any, name: str, failures: int) -> str:
     """Fail so many times, then work."""

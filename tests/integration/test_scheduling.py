@@ -14,7 +14,7 @@ import dateutil.tz
 import psycopg
 import pytest
 import pytz
-from celery import Celery, chain
+from celery import Celery, chain, chord
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
@@ -208,9 +208,11 @@ def test_bad_input_stores_nothing(
     assert stored(outside) == 0
 
 
-def test_a_canvas_and_an_unknown_name_are_refused(app: Celery, add: Any) -> None:
+def test_an_unknown_name_and_many_of_a_canvas_are_refused(app: Celery, add: Any) -> None:
     with pytest.raises(InvalidTimer, match="chain"):
-        apply_at(chain(add.s(1), add.s(2)), HOUR)
+        apply_many(chain(add.s(1), add.s(2)), [(HOUR,)])
+    with pytest.raises(InvalidTimer, match="chord cannot be stored as JSON"):
+        apply_at(chord([add.s(object())], add.s()), HOUR)
     with pytest.raises(InvalidTimer, match="durable=True"):
         apply_at("elsewhere.task", HOUR, app=app)
     timer = apply_at("elsewhere.task", HOUR, app=app, durable=True)

@@ -13,6 +13,7 @@ from celery import Signature, chain, chord, group
 from celery.exceptions import MaxRetriesExceededError, TaskRevokedError
 
 from celery_durable import apply_at, dead_letters, get_timer
+from celery_durable import canvas as canvas_
 from celery_durable.messages.delivery import Outgoing
 from celery_durable.messages.message import Message
 from celery_durable.messages.publishers import publisher_for
@@ -430,3 +431,37 @@ def test_the_oldest_postgres(postgres15: PostgresServer, other_broker: ValkeySer
         assert bench.until(asking, "succeeded").attempt == 3
         assert bench.until(doomed, "dead").attempt == 3
         bench.until_begun(f"{name} 2")
+
+
+@pytest.mark.parametrize("shape", ["chain", "group", "chord"])
+def test_a_canvas_at_a_later_time(bench: Bench, name: str, shape: str) -> None:
+    """C103: nothing of it is applied before; its result is the one that the handle has from the start."""
+    note, add = bench.task("note"), bench.task("sum")
+    canvas: Any = {
+        "chain": chain(note.s(name, 1), add.s([2]), add.s([3])),
+        "group": group(note.s(name, each) for each in (1, 2, 3)),
+        "chord": chord([note.s(name, each) for each in (1, 2, 3)], add.s([])),
+    }[shape]
+    timer = apply_at(canvas, 1.5, key=f"canvas {name}", expires=600)
+    assert timer.task == "celery_durable.canvas" and bench.bodies(name) == []
+    assert apply_at(canvas, 1.5, key=f"canvas {name}") == timer
+    wanted: Any = {"chain": 6, "group": [1, 2, 3], "chord": 6}[shape]
+    assert timer.result.get(timeout=20) == wanted
+    bench.until(timer, "succeeded")
+    assert len(bench.bodies(name)) == (1 if shape == "chain" else 3)
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # Celery's own, in GroupResult.save
+def test_a_canvas_that_is_applied_twice_has_the_same_ids(bench: Bench, name: str) -> None:
+    """The worker dies after it has published the canvas: the second time brings copies, not other tasks."""
+    timer = apply_at(group(bench.task("note").s(name, each) for each in (1, 2)), 3600)
+    text = bench.rows(
+        "select convert_from(body, 'utf-8')::json->0->>0 as text from {schema}.call where id = %(id)s", id=timer.id
+    )[0].text
+    ids = {canvas_.apply(bench.app, text) for _ in range(2)}
+    assert ids == {timer.result.id}
+    assert sorted(timer.result.get(timeout=20)) == [1, 2]
+    eventually(
+        lambda: len({each.task_id for each in bench.bodies(name)}) == 2, message="two tasks, however many bodies"
+    )
+    assert timer.cancel() == "cancelled"
