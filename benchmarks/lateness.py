@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
-from benchmarks.servers import servers
+from benchmarks.servers import environment, servers
 from celery_durable import apply_at
-from celery_durable.store import history
 from tests.servers.processes import CeleryTestBeat
 from tests.servers.waiting import eventually
 
@@ -27,16 +25,19 @@ select id, id, d.at, d.at
 from made, lateral (select {schema}.clock() + interval '10 days' + random() * interval '30 days' as at) d
 """
 
+# In `run`, not in `outcome`: the timers are leased, and no worker ends them.
+LATENESS = """
+select count(*) as number, percentile_cont(array[0.5, 0.99]) within group
+       (order by extract(epoch from dispatched_at - due_at)::float8) as seconds
+from {schema}.run where dispatched_at is not null
+"""
+
 
 def run(waiting: int = 1_000_000, rate: int = 50, seconds: int = 30) -> dict[str, Any]:
     """Dispatch `rate` timers a second for `seconds` seconds by one beat process, first with few waiting, then with many."""
     found: dict[int, Any] = {}
     with servers() as (app, database, valkey):
-        os.environ["BENCH_BROKER"], os.environ["CELERY_DURABLE_DATABASE_URL"] = (
-            valkey.url,
-            str(database.url.render_as_string(hide_password=False)),
-        )
-        beat = CeleryTestBeat("benchmarks.app")
+        beat = CeleryTestBeat("benchmarks.app", env=environment(database, valkey))
         beat.start()
         try:
             for number in (10_000, waiting):
@@ -47,15 +48,12 @@ def run(waiting: int = 1_000_000, rate: int = 50, seconds: int = 30) -> dict[str
                 found[number] = database.run(lambda executor: executor.fetch(LATENESS))[0]
         finally:
             beat.teardown()
-    few, many = found[10_000], found[waiting]
+    few, many = ([each * 1000 for each in found[number].seconds] for number in (10_000, waiting))
     return {
-        "name": "lateness", "unit": "ms", "rate": rate, "waiting": waiting, "ours": many.p50 * 1000,
-        "p99": many.p99 * 1000, "anchor": few.p50 * 1000, "anchor_p99": few.p99 * 1000,
-        "anchor_is": "the same with 10,000 waiting", "ratio": many.p50 / few.p50, "goal": 1.2, "number": many.number,
+        "name": "lateness", "unit": "ms", "rate": rate, "waiting": waiting, "ours": many[0], "p99": many[1],
+        "anchor": few[0], "anchor_p99": few[1], "anchor_is": "the same with 10,000 waiting",
+        "ratio": many[0] / few[0], "goal": 1.2, "number": found[waiting].number,
     }  # fmt: skip
-
-
-LATENESS = history.LATENESS.replace("{schema}.outcome", "{schema}.run")
 
 
 def _dispatched(database: Any) -> int:

@@ -37,3 +37,11 @@ def servers() -> Iterator[tuple[Celery, Database, ValkeyServer]]:
         database.close()
         valkey.teardown()
         postgres.teardown()
+
+
+def environment(database: Database, valkey: ValkeyServer) -> dict[str, str]:
+    """What the app modules of the benchmarks are told by."""
+    return {
+        "BENCH_BROKER": valkey.url,
+        "CELERY_DURABLE_DATABASE_URL": database.url.render_as_string(hide_password=False),
+    }
