@@ -213,11 +213,7 @@ def apply_many(
     rows = _bulk_rows(app, database, task, leased, items, args, kwargs, options)
 
     def store(executor: Executor) -> list[Timer]:
-        made: list[Timer] = []
-        with executor.atomic():
-            while page := list(islice(rows, BULK)):
-                made += _store_page(executor, app, page, tenant, on_conflict)
-        return made
+        return _store_rows(executor, app, rows, tenant, on_conflict)
 
     if connection is not None:
         return database.perform(store, connection)
@@ -286,6 +282,33 @@ def _item(number: int, item: Sequence[Any]) -> tuple[Any, Any, Any, str | None]:
         )
     when, args, kwargs, key = (*item, None, None, None)[:4]
     return when, args, kwargs, key
+
+
+def _store_rows(
+    executor: Executor, app: Celery, rows: Iterable[_BulkRow], tenant: str | None, on_conflict: str
+) -> list[Timer]:
+    ids: list[UUID] = []
+    keyed: list[_BulkRow] = []
+    made: dict[UUID, Timer] = {}
+
+    def without_key() -> Iterator[_BulkRow]:
+        for row in rows:
+            ids.append(row[0].id)
+            if row[0].key is None:
+                yield row
+            else:
+                keyed.append(row)
+
+    def store(some: Iterator[_BulkRow]) -> None:
+        while page := list(islice(some, BULK)):
+            stored = _store_page(executor, app, page, tenant, on_conflict)
+            made.update(zip((each.id for each, _ in page), stored, strict=True))
+
+    with executor.atomic():
+        store(without_key())
+        # One order over all pages: calls that take the same keys in different orders would wait for each other.
+        store(iter(sorted(keyed, key=lambda row: row[0].key or "")))
+    return [made[each] for each in ids]
 
 
 def _store_page(

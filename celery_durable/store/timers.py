@@ -126,20 +126,21 @@ select id, due_at, {_ANNOUNCE} from new_timer
 """
 
 # Purpose: store many timers of one task; the ids back are the new ones.  Index, locks: as INSERT, in the order of the
-# keys: two calls with the same keys in different orders would wait for each other.
+# keys: two calls with the same keys in different orders would wait for each other.  Code points, as Python sorts: a call
+# of many pages keeps the order over all of them.
 # One NOTIFY for all, with the earliest.  The arrays are parallel.
 INSERT_MANY = f"""
 with item as (
     select * from unnest(%(ids)s::uuid[], %(keys)s::text[], %(bodies)s::bytea[], %(headers)s::json[],
                          %(properties)s::json[], %(due_ats)s::timestamptz[], %(delays)s::float8[])
-             as u(id, key, body, headers, properties, due_at, delay)),
+             with ordinality as u(id, key, body, headers, properties, due_at, delay, number)),
 new_call as (
     insert into {{schema}}.call (id, timer_id, task, leased, body, content_type, content_encoding, headers,
                                  properties, exchange, routing_key, queue, key, tenant)
     select id, id, %(task)s::text, %(leased)s::boolean, body, %(content_type)s::text, %(content_encoding)s::text,
            headers, properties,
            %(exchange)s::text, %(routing_key)s::text, %(queue)s::text, key, %(tenant)s::text
-    from item order by key, id on conflict do nothing returning id),
+    from item order by key collate "C", number on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
     select id, id, d.at, greatest(d.at, {{schema}}.clock()), %(expires_at)s::timestamptz
@@ -162,14 +163,14 @@ with item as (
                          %(queues)s::text[], %(schedules)s::text[], %(nominals)s::timestamptz[], %(reasons)s::text[],
                          %(due_ats)s::timestamptz[], %(delays)s::float8[], %(expires_ats)s::timestamptz[],
                          %(tenants)s::text[])
-             as u(id, key, task, leased, body, content_type, content_encoding, headers, properties, exchange,
-                  routing_key, queue, schedule, nominal, reason, due_at, delay, expires_at, tenant)),
+             with ordinality as u(id, key, task, leased, body, content_type, content_encoding, headers, properties,
+                  exchange, routing_key, queue, schedule, nominal, reason, due_at, delay, expires_at, tenant, number)),
 new_call as (
     insert into {{schema}}.call (id, timer_id, task, leased, body, content_type, content_encoding, headers,
                                  properties, exchange, routing_key, queue, key, tenant, schedule, nominal, reason)
     select id, id, task, leased, body, content_type, content_encoding, headers, properties, exchange, routing_key,
            queue, key, tenant, schedule, nominal, reason
-    from item order by key, id on conflict do nothing returning id),
+    from item order by key collate "C", number on conflict do nothing returning id),
 new_timer as (
     insert into {{schema}}.timer (id, call_id, due_at, wake_at, expires_at)
     select id, id, d.at, greatest(d.at, {{schema}}.clock()), expires_at

@@ -596,3 +596,35 @@ def test_a_deferred_call_may_expire_before_it_is_due(app: Celery) -> None:
     assert timer.details.expires_at < timer.due_at
     with pytest.raises(InvalidTimer, match="before it is due"):
         durable.apply_at(60, expires=30)
+
+
+def test_large_calls_with_the_same_keys_do_not_wait_for_each_other(
+    app: Celery, add: Any, outside: psycopg.Connection[Any]
+) -> None:
+    """Of several pages, in opposite orders, with keys that languages sort otherwise than computers."""
+    keys = [f"{letter}{number:04}" for number in range(700) for letter in "aBä"]
+    start = threading.Barrier(2)
+    made: list[list[str]] = []
+
+    def call(order: list[str]) -> None:
+        with Database.of(app).connect("caller") as caller, caller.transaction():
+            start.wait()
+            timers = apply_many(add, [(HOUR, (each,), None, each) for each in order], connection=caller)
+            made.append([each.key for each in timers])
+
+    callers = [threading.Thread(target=call, args=(order,)) for order in (keys, keys[::-1])]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    assert sorted(made) == sorted([keys, keys[::-1]])
+    assert stored(outside) == len(keys)
+
+
+def test_of_many_with_one_key_the_first_is_stored(app: Celery, add: Any) -> None:
+    """And the handles come in the order of the items, with and without keys."""
+    items: list[Any] = [(HOUR, (each,), None, None if each % 3 else "k") for each in range(1200)]
+    made = apply_many(add, items)
+    assert [each.created for each in made] == [bool(number % 3) or number == 0 for number in range(1200)]
+    assert {each.id for each in made[::3]} == {made[0].id}
+    assert [each.key == "k" for each in made] == [number % 3 == 0 for number in range(1200)]
