@@ -65,6 +65,8 @@ class ZoneWatch:
             zone_data.forget()
             self._forget()
         self._read = found
+        if self._look_at == float("-inf"):
+            logger.info("Time zone data is read from %s.", zone_data.source())
         known = self._link.run(meta.zone_data)
         changed = sorted(name for name, digest in found.items() if known.get(name, digest) != digest)
         if changed:

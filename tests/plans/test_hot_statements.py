@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_durable.settings import Settings
-from celery_durable.store import claims, expiry, history, migrations, runs, timers
+from celery_durable.store import claims, expiry, history, migrations, runs, schedules, timers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor, qualified
 from tests.servers.postgres import PostgresServer
@@ -140,3 +140,29 @@ def test_sweeps_leave_waiting_timers_alone(database: Database, analyzed: bool) -
         _, whole, read = explained(database, sql, parameters)
         assert not whole & {"timer", "call"}, sql
         assert read <= 500, sql
+
+
+SCHEDULES = """
+insert into {schema}.schedule (name, task, kind, text, tz, edition, cursor, next_at)
+select 'schedule ' || n, 't', 'cron', '0 0 1 1 *', 'UTC', 1, {schema}.clock(),
+       {schema}.clock() + (n - 100) * interval '1 minute'
+from generate_series(1, 100000) n
+"""
+
+
+@pytest.mark.parametrize("analyzed", [True, False])
+def test_due_schedules_are_found_by_their_index(database: Database, analyzed: bool) -> None:
+    """A hundred of 100,000 are due: as many rows are read, and of the next one a single entry."""
+    with database.connect("schedules") as connection:
+        connection.execute(qualified("delete from {schema}.schedule", database.schema))
+        connection.execute(qualified(SCHEDULES, database.schema))
+        if analyzed:
+            connection.execute(qualified("vacuum analyze {schema}.schedule", database.schema))
+    known: dict[str, object] = {"known": ["some", "entries"]}
+    indexes, whole, read = explained(database, schedules._sql(schedules.DUE, 50), known)
+    assert "schedule_next" in indexes and "schedule" not in whole and read <= 200
+    indexes, whole, read = explained(database, schedules.NEXT, known)
+    assert "schedule_next" in indexes and "schedule" not in whole and read <= 5
+    history_of: dict[str, object] = {"schedule": "schedule 7", "before": "infinity"}
+    indexes, whole, read = explained(database, schedules._sql(schedules.HISTORY, 50), history_of)
+    assert "call_schedule" in indexes and not whole & {"call", "timer"} and read <= 10
