@@ -55,6 +55,7 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
 
     Raises:
         LeaseLost: the lease was lost: nothing was committed.
+        UnserializableResult: the result that callbacks wait for cannot be serialized: nothing was committed.
         RuntimeError: the transaction is not ours to commit.
     """
     transaction = transaction_of(connection, schema)
@@ -70,8 +71,8 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
         if run is None:
             transaction.commit()
             return
-        ended = run.ending_with(completion.result)
         try:
+            ended = run.ending_with(completion.result)
             with translated():
                 ours = ended.last_statement(transaction.executor())
         except BaseException:

@@ -181,6 +181,13 @@ def test_what_follows_gets_the_result(books: Ledger) -> None:
     assert books.balance(first) == 1 and books.balance(second) == 0
 
 
+def test_a_result_that_cannot_be_sent_takes_all_back(books: Ledger) -> None:
+    account = books.account()
+    timer = apply_at(books.task("shapeless"), 0, (account,), link=books.task("psycopg").s())
+    books.until(timer, "dead")
+    assert books.balance(account) == 0
+
+
 def test_a_call_without_a_timer_just_commits(books: Ledger) -> None:
     account = books.account()
     assert books.task("psycopg").delay(account).get(timeout=20) == account
