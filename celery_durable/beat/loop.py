@@ -160,7 +160,9 @@ class Loop:
     def _sync_entries(self) -> None:
         good, bad = self._entries
         synced = self._link.transact(lambda executor: entries.sync(executor, good, bad))
-        self._sync_at = inf if synced else time.monotonic() + SYNC_AGAIN
+        again, self._sync_at = self._sync_at < inf, inf if synced else time.monotonic() + SYNC_AGAIN
+        if again and not synced:
+            return
         self._occurrences = Occurrences(self._app, self._link, self._settings, good)
         self._zones = ZoneWatch(self._link, self._occurrences.forget)
         if not synced:

@@ -57,6 +57,7 @@ def test_while_two_versions_run_the_later_one_stands(
     old.loop._sync_at = 0.0
     old.turn()
     assert in_force() == {"a": "600", "fresh": "60"}, "it tries again, and waits again"
+    assert caplog.text.lower().count("a beat with later recurring entries runs") == 1
     # Rolled back: the beats of the newer program are silent.
     new.loop.close()
     set_clock(app, NOON + timedelta(seconds=60))
