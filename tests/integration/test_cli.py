@@ -604,7 +604,8 @@ def test_schedules_are_made_paused_run_and_deleted(durable: Command) -> None:
         "[1, 2]", "--plain", "--catchup", "all", "-j",
     )  # fmt: skip
     assert (made.code, made.json["schedules"][0]["state"]) == (0, "waiting")
-    assert durable("schedules", "upsert", "often", "--task", "cliproj.add", "--every", "10m", "--plain").code == 0
+    often = durable("schedules", "upsert", "often", "--task", "cliproj.add", "--every", "10m", "--plain")
+    assert often.code == 0 and "is not registered in this app" in often.err
     paused = durable("schedules", "pause", "nightly", "--until", "2h", "--note", "migration", "-j").json["schedules"][0]
     assert paused["state"].startswith("paused until") and paused["paused_note"] == "migration"
     assert "@" in paused["paused_by"]
