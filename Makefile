@@ -35,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-bench: $(STAMP)
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 setup: $(STAMP)
@@ -47,6 +47,10 @@ $(STAMP): pyproject.toml
 	  || { rm -rf $(VENV); echo "This Python cannot make a venv with pip. On Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(PIP) install --upgrade pip
 	$(PIP) install --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(STAMP)
+	$(PIP) install --editable '.[bench]'
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml $(STAMP)

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import dispatch, lateness
+from benchmarks import dispatch, lateness, schedules
 
-BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {"dispatch-redis": dispatch.run, "lateness": lateness.run}
+BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dispatch-redis": dispatch.run, "lateness": lateness.run, "schedules": schedules.run,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -30,7 +32,8 @@ def main() -> int:
         print(json.dumps(results, indent=2))
         return 0
     for each in results:
-        print(f"{each['name']}: ratio {each['ratio']:.2f} (goal {each['goal']})")
+        ratio = f"ratio {each['ratio']:.2f}" if "ratio" in each else "no ratio"
+        print(f"{each['name']}: {ratio} (goal {each['goal']})")
         for key, value in each.items():
             if key not in ("name", "ratio", "goal", "samples"):
                 print(f"    {key}: {value:,.2f}" if isinstance(value, float) else f"    {key}: {value}")
