@@ -175,7 +175,7 @@ class ConfirmingPublisher:
         with self._wire.transport.having_timeout(max(deadline - time.monotonic(), 0.001)):
             for count, index in enumerate(indexes, 1):
                 try:
-                    content = _Content(page.outgoing[index], limit)
+                    content = Content(page.outgoing[index], limit)
                 except Exception as exc:  # nothing is sent here: whatever it is, it is this message's
                     page.settle(index, Outcome.REFUSED, str(exc) or repr(exc))
                     continue
@@ -250,8 +250,12 @@ class ConfirmingPublisher:
             self._drop()
 
 
-class _Content(AMQPMessage):
-    """A message with its header frame packed beforehand, so that a bad one is found before it is sent."""
+class Content(AMQPMessage):
+    """A message with its header frame packed beforehand, so that a bad one is found before it is sent.
+
+    Raises:
+        Exception: whatever the client library raises for what it cannot write; ValueError for more than `limit` bytes.
+    """
 
     def __init__(self, each: Outgoing, limit: int) -> None:
         message = each.message

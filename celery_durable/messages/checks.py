@@ -12,12 +12,17 @@ from datetime import datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601
+from kombu import Queue
 
 from ..errors import InvalidTimer
 from .message import Message
 
-#: Properties that Kombu's virtual transports write themselves, into whatever stands there.
-RESERVED = ("delivery_info", "delivery_tag", "body_encoding", "body")
+#: Properties that Kombu writes itself, on virtual transports into whatever stands there.
+RESERVED = ("delivery_info", "delivery_tag", "body_encoding", "body", "content_type", "content_encoding")
+#: Headers that say how the message was made, or that it waits for itself; the last one would hide all others.
+RESERVED_HEADERS = ("compression", "eta", "headers")
+#: Parameters of Celery's own functions on the way to the message.
+NO_OPTIONS = ("name", "args", "kwargs", "task_type", "create_sent_event", "result_cls")
 
 Test = Callable[[Any], bool]
 
@@ -35,6 +40,16 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in RESERVED:
         if name in options:
             raise InvalidTimer(f"{name} = {options[name]!r}: Kombu writes this property itself. Leave it out.")
+    for name in NO_OPTIONS:
+        if name in options:
+            raise InvalidTimer(f"{name} = {options[name]!r}: apply_async has no option of this name. Leave it out.")
+    for name in RESERVED_HEADERS:
+        value = (options.get("headers") or {}).get(name)
+        if value is not None:
+            raise InvalidTimer(f"headers[{name!r}] = {value!r}: Celery writes this header itself. Leave it out.")
+    for name in options.get("stamped_headers") or ():
+        if name not in options:
+            raise InvalidTimer(f"stamped_headers names {name!r}, which is not among the options. Give {name}=… too.")
 
 
 def check_message(message: Message) -> None:
@@ -68,7 +83,8 @@ def storable(value: object) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    # Longer than any process lives, and what a timer of the operating system takes.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _name(value: Any) -> bool:
@@ -77,6 +93,10 @@ def _name(value: Any) -> bool:
 
 def _optional_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
+
+
+def _optional_dict(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
 
 
 def _whole(least: int, most: int) -> Test:
@@ -104,7 +124,7 @@ def _expiry(value: Any) -> bool:
     return isinstance(value, datetime)
 
 
-_SECONDS = "a number of seconds of at least 0"
+_SECONDS = "a number of seconds from 0 to 2,147,483,647"
 
 _OPTIONS: tuple[tuple[str, Test, str], ...] = (
     ("headers", lambda value: isinstance(value, Mapping) and _texts(list(value)), "a dict with text keys"),
@@ -114,6 +134,9 @@ _OPTIONS: tuple[tuple[str, Test, str], ...] = (
     ("time_limit", _number, _SECONDS),
     ("soft_time_limit", _number, _SECONDS),
     ("priority", _whole(0, 255), "a whole number from 0 to 255"),
+    ("queue", lambda value: isinstance(value, (str, Queue)), "a queue's name or a Kombu Queue"),
+    ("router", lambda value: callable(getattr(value, "route", None)), "a router of Celery"),
+    ("declare", lambda value: isinstance(value, (list, tuple)), "a list of Kombu's queues and exchanges"),
 )  # fmt: skip
 
 #: As Celery's worker reads them in ``celery.worker.request``; anything else ends the worker or fails the task there.
@@ -124,10 +147,11 @@ _HEADERS: tuple[tuple[str, Test, str], ...] = (
     ("retries", lambda value: value is None or _whole(0, 2**31)(value), "a whole number"),
     ("timelimit", _limits, "two numbers of seconds, either of which may be None"),
     *((name, _optional_text, "text or None") for name in (
-        "root_id", "parent_id", "group", "eta", "expires", "shadow", "argsrepr", "kwargsrepr", "origin", "compression",
+        "root_id", "parent_id", "group", "shadow", "argsrepr", "kwargsrepr", "origin",
     )),
+    ("expires", lambda value: value is None or (isinstance(value, str) and _expiry(value)), "ISO-8601 text or None"),
     ("stamped_headers", lambda value: value is None or _texts(value), "a list of header names, or None"),
-    ("stamps", lambda value: value is None or isinstance(value, Mapping), "a dict, or None"),
+    ("stamps", _optional_dict, "a dict, or None"),
 )  # fmt: skip
 
 _PROPERTIES: tuple[tuple[str, Test, str], ...] = (

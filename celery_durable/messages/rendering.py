@@ -31,6 +31,7 @@ from kombu import uuid
 from kombu.compression import compress
 
 from ..errors import InvalidTimer
+from .amqp_limits import check_amqp
 from .capture import CapturingProducer, serialize
 from .checks import check_message, check_options
 from .message import Message
@@ -192,6 +193,7 @@ def _render(
     if message is None:
         raise InvalidTimer(f"apply_async of {_name(task)} did not publish anything, so there is nothing to store.")
     check_message(message)
+    check_amqp(app, message)
     if isinstance(result, AsyncResult):
         result.ignored = ignore_result
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain, group, signals
+from celery.app.task import Context
 from celery.exceptions import ImproperlyConfigured
 from celery.utils.saferepr import saferepr
+from celery.worker.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Queue
@@ -20,10 +23,12 @@ from kombu.transport import memory
 from kombu.utils import json as kombu_json
 
 from celery_durable.errors import InvalidTimer
+from celery_durable.messages.amqp_confirms import Content
 from celery_durable.messages.delivery import Outcome, Outgoing
 from celery_durable.messages.message import Message, revive, storable
 from celery_durable.messages.publishers import publisher_for
 from celery_durable.messages.rendering import render, render_many, shown
+from tests.options import HEADERS, JUNK, OPTIONS
 
 #: Differ between any two messages of Celery.
 INCIDENTAL = ("delivery_tag", "delivery_info", "body_encoding")
@@ -422,3 +427,58 @@ def test_typed_headers_survive_json(headers: dict[str, Any]) -> None:
 def test_size_counts_body_and_headers(app: Celery) -> None:
     message = render(app, "calls.add", ("x" * 1000,)).message
     assert message.size == len(message.body) + len(json.dumps(message.headers))
+
+
+def read_by_a_worker(app: Celery, message: Message) -> None:
+    """Publish it on the memory broker, and take it apart as a worker and its pool do."""
+    memory.Channel.queues.clear()
+    publisher = publisher_for(app, timeout=5)
+    (delivery,) = publisher.publish([Outgoing("t", message)])
+    publisher.close()
+    assert delivery.outcome is Outcome.CONFIRMED, delivery
+    taken = None
+    with app.connection_for_read() as connection:
+        for name in list(memory.Channel.queues):
+            taken = taken or Queue(name)(connection.channel()).get(no_ack=True)
+        assert taken is not None
+        request = Request(taken, app=app, task=app.tasks["calls.add"])
+        request.maybe_expire()
+        assert all(limit is None or limit >= 0 for limit in request.time_limits or ())
+        assert request.info(safe=True)
+        Context(request.request_dict).as_execution_options()
+
+
+@pytest.mark.parametrize("where", ["option", "header"])
+def test_an_option_is_refused_by_us_or_can_be_read_by_a_worker(app: Celery, where: str) -> None:
+    """No other error at the call, and none later."""
+    elsewhere = Celery("calls", broker="amqp://127.0.0.1:1//", set_as_current=False)
+    for name in OPTIONS if where == "option" else HEADERS:
+        for value in JUNK:
+            options = {name: value} if where == "option" else {"headers": {name: value}}
+            with contextlib.suppress(InvalidTimer):
+                read_by_a_worker(app, render(app, "calls.add", (1,), {}, options).message)
+            with contextlib.suppress(InvalidTimer):
+                message = render(elsewhere, "calls.add", (1,), {}, options).message
+                Content(Outgoing("t", message), 131_072)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"queue": "x" * 256}, "queue = 'xx"), ({"task_id": "x" * 256}, "correlation_id = 'xx"),
+        ({"headers": {"n": 2**70}}, r"headers\['n'\]"), ({"headers": {"n": uuid.UUID(int=7)}}, r"headers\['n'\]"),
+        ({"headers": {"x" * 256: 1}}, r"headers\['xx"), ({"headers": {"a": "x" * 140_000}}, r"headers\['a'\] = 'xx"),
+        ({"headers": {"a": "x" * 70_000, "b": "x" * 70_000}}, "this message"),
+    ],
+)  # fmt: skip
+def test_what_amqp_cannot_carry_is_refused_where_the_broker_speaks_it(
+    app: Celery, options: dict[str, Any], said: str
+) -> None:
+    """As a direct call is; other brokers take it."""
+    assert render(app, "calls.add", (1,), {}, options).message
+    for settings in ({"broker_url": "amqp://127.0.0.1:1//"}, {"broker_write_url": "pyamqp://127.0.0.1:1//"}):
+        elsewhere = Celery("calls", set_as_current=False)
+        elsewhere.conf.update(settings)
+        with pytest.raises(InvalidTimer, match=said):
+            render(elsewhere, "calls.add", (1,), {}, options)
+    assert render(Celery("unsaid", set_as_current=False), "calls.add", (1,), {}, options).message
