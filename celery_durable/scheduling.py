@@ -382,7 +382,7 @@ def get_timer(
 
     def look(executor: Executor) -> timers.Found | None:
         if key is not None:
-            return timers.find_key(executor, key)
+            return _find_key(executor, key)
         assert identity is not None
         return timers.find(executor, identity.id if isinstance(identity, Timer) else identity)
 
@@ -465,12 +465,24 @@ def _check_named(timer: Timer | UUID | str | None, key: str | None) -> None:
 def _resolve(executor: Executor, timer: Timer | UUID | str | None, key: str | None) -> UUID | None:
     _check_named(timer, key)
     if key is not None:
-        found = timers.find_key(executor, key)
+        found = _find_key(executor, key)
         return None if found is None else found.id
     if isinstance(timer, Timer):
         return timer.id
     found = timers.find(executor, timer)  # type: ignore[arg-type]  # None was refused above
     return None if found is None else found.id
+
+
+def _find_key(executor: Executor, key: str) -> timers.Found | None:
+    found = timers.find_key(executor, key)
+    if found is not None:
+        return found
+    try:
+        found = timers.find(executor, UUID(key))
+    except (ValueError, TypeError, AttributeError):
+        return None
+    # Nobody has chosen a key for it: then its id is what handle and task show.
+    return found if found is not None and found.key == key else None
 
 
 def _app_of(identity: object) -> Celery:
