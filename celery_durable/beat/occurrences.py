@@ -62,7 +62,7 @@ class Occurrences:
         self._settings = settings
         self._entries = entries
         self._known = {name for name, entry in entries.items() if entry.kind == CODE_KIND}
-        self._read: dict[str, tuple[Spec, Recurrence]] = {}
+        self._read: dict[Spec, Recurrence] = {}
         self._look_at = float("-inf")
         self._held_up = HeldUp()
 
@@ -209,14 +209,14 @@ class Occurrences:
         return SCHEDULE if punctual else CATCHUP
 
     def _recurrence(self, stored: StoredSchedule) -> Recurrence:
-        """The recurrence of a row; parsed once for as long as it says the same."""
+        """The recurrence of a row; schedules that say the same share one, parsed once."""
         spec = Spec(stored.kind, stored.text, stored.tz, stored.anchor)
-        known = self._read.get(stored.name)
-        if known is None or known[0] != spec:
+        known = self._read.get(spec)
+        if known is None:
             if len(self._read) >= MOST_READ:
                 self._read.clear()
-            known = self._read[stored.name] = (spec, from_spec(spec))
-        return known[1]
+            known = self._read[spec] = from_spec(spec)
+        return known
 
 
 @dataclass(frozen=True, kw_only=True)

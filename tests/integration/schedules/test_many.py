@@ -1,0 +1,36 @@
+"""Many schedules that come due together."""
+
+from __future__ import annotations
+
+import pytest
+from celery import Celery
+
+from celery_durable.beat import occurrences
+from celery_durable.recurrence import Recurrence, Spec, from_spec
+from tests.beats import Published, Start, rows, utc
+
+FILL = """
+insert into {schema}.schedule (name, task, kind, text, tz, args, policy, cursor, next_at, edition)
+select 'many ' || n, 'beating.plain', 'cron', %(text)s::text, 'UTC', json_build_array(n), %(policy)s::json,
+       {schema}.clock(), {schema}.clock(), 1
+from generate_series(1, %(number)s::integer) n
+"""
+
+
+def test_schedules_that_say_the_same_are_parsed_once(
+    app: Celery, start: Start, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noon = utc("2026-03-02T12:00:00")
+    beat = start(noon)
+    rows(app, FILL, text="1 12 * * *", policy="{}", number=120)
+    parsed: list[Spec] = []
+
+    def counted(spec: Spec) -> Recurrence:
+        parsed.append(spec)
+        return from_spec(spec)
+
+    monkeypatch.setattr(occurrences, "from_spec", counted)
+    beat.at(utc("2026-03-02T12:01:00"))
+    beat.until(lambda: published.collect() >= 120)
+    assert sorted(published.nominals) == sorted((f"many {n}", "2026-03-02T12:01:00Z") for n in range(1, 121))
+    assert [each.text for each in parsed] == ["1 12 * * *"]
