@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,8 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from celery_durable.core.text import jsonable
 
 #: More columns than anything has.
 UNLIMITED = 1_000_000
@@ -29,19 +30,6 @@ def plain(value: object) -> str:
     if value is None or value == "":
         return "-"
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value).replace("\r\n", "\n"))
-
-
-def jsonable(value: Any) -> Any:
-    """The same value with what JSON has no word for (NaN, infinities, other types) as text."""
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return str(value)
 
 
 class Output:
@@ -77,6 +65,10 @@ class Output:
             made = table()
             if made is not None:
                 self._out.print(self._fitted(made), crop=False)
+
+    def line(self, document: Mapping[str, Any]) -> None:
+        """Print `document` as one line of JSON, one of many."""
+        print(json.dumps(jsonable(document)), file=self._out.file)  # the CLI's own output
 
     def _fitted(self, made: RenderableType) -> RenderableType:
         """Let the text columns of a table that is too wide for the terminal give way, but not ids and times.

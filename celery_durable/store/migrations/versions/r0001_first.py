@@ -263,6 +263,7 @@ INDEXES = (
     "create index call_replaced on call (timer_id) where timer_id <> id",
     "create index timer_wake on timer (shard, wake_at)",
     "create index outcome_finished on outcome (finished_at)",
+    "create index dead_died on dead (died_at, id)",
     "create index attempt_timer on attempt (timer_id)",
     "create index occurrence_noted on occurrence (noted_at) where reason not in ('queued', 'backfill')",
     "create index schedule_next on schedule (next_at) where enabled",
