@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Schedules settled in one transaction.
-PAGE = 50
+#: Most schedules settled in one transaction: what is paid for each transaction is shared, and the first of the page
+#: wait for the last.
+PAGE = 200
+#: No further schedule of a page is settled once it has made so many timers: one that catches up alone may make a thousand.
+ENOUGH = 1000
 #: Seconds until a schedule that cannot come due is tried again.
 PAUSE = 60.0
 #: Time until it is looked again whether a run that others wait for has ended.
@@ -88,7 +91,7 @@ class Occurrences:
         if now < self._look_at:
             return
         self._look_at = now + self._settings.poll_interval
-        if self._link.transact(self._settle_page) >= PAGE:
+        if self._link.transact(self._settle_page):
             self._look_at = now
             return
         seconds = self._link.run(lambda executor: schedules.next_due(executor, known=sorted(self._known)))
@@ -96,19 +99,25 @@ class Occurrences:
         if pause is not None:
             self._look_at = min(self._look_at, time.monotonic() + pause)
 
-    def _settle_page(self, executor: Executor) -> int:
+    def _settle_page(self, executor: Executor) -> bool:
+        """Settle a page; returns whether more may be due."""
         page = schedules.due(executor, known=sorted(self._known), page=PAGE)
         if not page:
-            return 0
+            return False
         now = schedules.now(executor)
         ids = [UUID(str(row.last_id)) for row in page if row.last_id is not None]
         live = schedules.live(executor, ids)
         good: list[_Settled] = []
+        made, more = 0, len(page) >= PAGE
         for row in page:
+            if made >= ENOUGH:
+                more = True  # those left over are due as before
+                break
             try:
                 settled = self._settled(executor, schedules.read(row), now, live)
                 if settled is not None:
                     good.append(settled)
+                    made += len(settled.timers)
             except (DatabaseUnavailable, psycopg.OperationalError):
                 raise
             except (
@@ -116,7 +125,7 @@ class Occurrences:
             ) as exc:  # specifications, tasks, signal handlers are the user's: they stop their schedule alone
                 self._set_fault(executor, row.name, exc)
         self._store(executor, good)
-        return len(page)
+        return more
 
     def _store(self, executor: Executor, page: Sequence[_Settled]) -> None:
         """Store what a page has come to; if that fails one by one, so that one bad schedule does not keep the others."""

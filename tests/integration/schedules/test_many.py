@@ -34,3 +34,13 @@ def test_schedules_that_say_the_same_are_parsed_once(
     beat.until(lambda: published.collect() >= 120)
     assert sorted(published.nominals) == sorted((f"many {n}", "2026-03-02T12:01:00Z") for n in range(1, 121))
     assert [each.text for each in parsed] == ["1 12 * * *"]
+
+
+def test_a_page_of_schedules_that_catch_up_is_stored_in_parts(app: Celery, start: Start, published: Published) -> None:
+    start(utc("2026-03-02T12:00:00"))
+    rows(app, FILL, text="* * * * *", policy='{"catchup": "all"}', number=6)
+    later = start(utc("2026-03-02T18:40:00"))  # 400 minutes
+    later.until(lambda: published.collect() >= 6 * 400, timeout=30)
+    assert len(set(published.nominals)) == len(published.nominals) == 6 * 400
+    sizes = rows(app, "select count(*) as n from {schema}.call group by xmin order by n")
+    assert [each.n for each in sizes] == [1200, 1200], "three schedules at a time make more than enough"
