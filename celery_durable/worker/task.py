@@ -203,7 +203,8 @@ class DurableTask(Unwrapped, Base):
             link_error: as Celery's.
             shadow: as Celery's.
             durable: store a call that is due at once, too: it survives the broker and runs under a lease.
-            options: as Celery's.
+            options: as Celery's.  A call whose ``expires`` comes before it is due is taken, as by Celery, and
+                expires; ``apply_at`` refuses it.
         """
         named = {"task_id": task_id, "link": link, "link_error": link_error, "shadow": shadow}
         publish = partial(super().apply_async, args, kwargs, producer=producer, **named)

@@ -251,8 +251,11 @@ def test_a_delivery_is_read_from_headers() -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {**IDS, "durable_leased": False}, {"durable_leased": True}, {"durable_leased": True, "durable_timer": "x"}],
-)
+    [
+        {}, {**IDS, "durable_leased": False}, {"durable_leased": True}, {"durable_leased": True, "durable_timer": "x"},
+        {"durable_timer": 17}, {"durable_leased": True, "durable_timer": 17}, {**IDS, "durable_leased": 1, "durable_call": [1]},
+    ],
+)  # fmt: skip
 def test_messages_without_a_lease(headers: Mapping[str, Any]) -> None:
     assert Delivery.of(headers) is None
 
