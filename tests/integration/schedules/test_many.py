@@ -7,7 +7,7 @@ from celery import Celery
 
 from celery_durable.beat import occurrences
 from celery_durable.recurrence import Recurrence, Spec, from_spec
-from tests.beats import Published, Start, rows, utc
+from tests.beats import Published, Start, entry, rows, utc
 
 FILL = """
 insert into {schema}.schedule (name, task, kind, text, tz, args, policy, cursor, next_at, edition)
@@ -44,3 +44,14 @@ def test_a_page_of_schedules_that_catch_up_is_stored_in_parts(app: Celery, start
     assert len(set(published.nominals)) == len(published.nominals) == 6 * 400
     sizes = rows(app, "select count(*) as n from {schema}.call group by xmin order by n")
     assert [each.n for each in sizes] == [1200, 1200], "three schedules at a time make more than enough"
+
+
+def test_each_of_a_page_keeps_its_own_headers(app: Celery, start: Start, published: Published) -> None:
+    noon = utc("2026-03-02T12:00:00")
+    odd = ['"', "\\", "{}, [", "é\u2028", "\ud800", "%(headers)s", "null"]
+    beat = start(noon, **{str(n): entry(10, options={"headers": {"odd": each}}) for n, each in enumerate(odd)})
+    beat.at(utc("2026-03-02T12:00:10"))
+    beat.until(lambda: published.collect() >= len(odd))
+    assert {each["durable_schedule"]: each["odd"] for each in published.headers} == {
+        str(n): each for n, each in enumerate(odd)
+    }
