@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_durable.settings import Settings
-from celery_durable.store import claims, expiry, history, migrations, runs, schedules, timers
+from celery_durable.store import claims, dead_letters, expiry, history, migrations, runs, schedules, timers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor, qualified
 from tests.servers.postgres import PostgresServer
@@ -166,3 +166,83 @@ def test_due_schedules_are_found_by_their_index(database: Database, analyzed: bo
     history_of: dict[str, object] = {"schedule": "schedule 7", "before": "infinity"}
     indexes, whole, read = explained(database, schedules._sql(schedules.HISTORY, 50), history_of)
     assert "call_schedule" in indexes and not whole & {"call", "timer"} and read <= 10
+
+
+DEAD = 100_000
+
+# As many dead as wait: the filters look into `call` for those that they meet, and for no others.
+DIE = """
+insert into {schema}.dead (id, call_id, died_at, attempt, reason, error_type, error)
+select id, id, {schema}.clock() - row_number() over (order by id) * interval '1 second', 1, 'exhausted', 'E', 'no'
+from {schema}.call limit {number};
+insert into {schema}.outcome (id, call_id, attempt, state) select id, call_id, 1, 'dead' from {schema}.dead;
+"""
+
+
+@pytest.fixture(scope="module")
+def dying(database: Database) -> Database:
+    with database.connect("die") as connection:
+        connection.execute(qualified(DIE.replace("{number}", str(DEAD)), database.schema))
+        connection.execute("vacuum analyze")
+    return database
+
+
+@pytest.mark.parametrize("oldest_first", [False, True])
+@pytest.mark.parametrize("until", [None, "an hour ago"])
+def test_a_page_of_dead_letters_reads_its_stretch(dying: Database, oldest_first: bool, until: str | None) -> None:
+    """Even one that lies behind a day of others, and of which the filters leave nothing."""
+    read_sql: list[tuple[str, Mapping[str, object]]] = []
+
+    class Watched:
+        def __init__(self, executor: Executor) -> None:
+            self.fetch_ = executor.fetch
+
+        def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Any:
+            read_sql.append((sql, params or {}))
+            return self.fetch_(sql, params)
+
+    def run(executor: Executor) -> Any:
+        [now] = executor.fetch("select {schema}.clock() - interval '20 h' as ago")
+        wanted = dead_letters.Filter(task="none", until=None if until is None else now.ago)
+        return dead_letters.page_of(Watched(executor), wanted, oldest_first=oldest_first)  # type: ignore[arg-type]
+
+    assert dying.run(run) == []
+    for sql, parameters in read_sql[:2]:
+        indexes, whole, read = explained(dying, sql, parameters)
+        assert "dead_died" in indexes
+        assert not whole & {"dead", "call", "outcome"}
+        # The stretch, the call and the first call of each.
+        assert read <= dead_letters.STRIDE * 3 + 10
+
+
+def test_where_the_dead_letters_end_is_one_index_entry(dying: Database) -> None:
+    indexes, whole, read = explained(dying, dead_letters.NEWEST, {})
+    assert indexes == {"dead_died"}
+    assert not whole
+    assert read <= 1
+
+
+def test_groups_of_dead_letters_read_the_newest(dying: Database) -> None:
+    sql = dead_letters.GROUPS.replace("{page}", "1000")
+    indexes, whole, read = explained(dying, sql, {**dead_letters.Filter(task="t").parameters(), "most": 100})
+    assert "dead_died" in indexes
+    assert not whole & {"dead", "call"}
+    assert read <= 1000 * 3 + 10
+
+
+@pytest.mark.parametrize(
+    ("sql", "more"),
+    [
+        (dead_letters.PAYLOADS, {}), (dead_letters.LOCK, {}), (dead_letters.DISCARD, {"replayed": False}),
+        (dead_letters.REPLAYED, {}),
+    ],
+    ids=["payloads", "lock", "discard", "replayed"],
+)  # fmt: skip
+def test_a_chunk_of_dead_letters_is_reached_by_the_primary_keys(
+    dying: Database, sql: str, more: dict[str, object]
+) -> None:
+    rows = dying.run(lambda executor: executor.fetch("select id from {schema}.dead limit 100"))
+    ids = [str(row.id) for row in rows]
+    _, whole, read = explained(dying, sql, {"ids": ids, "new_ids": ids, **more})
+    assert not whole & {"dead", "call"}
+    assert read <= 100 * 5
