@@ -102,7 +102,7 @@ def _groups(session: Session, now: datetime, limit: int, filters: dict[str, Any]
                 for each in found.groups
             ],
         },
-        lambda: _group_table(found.groups, now) if found.groups else None,
+        lambda: _group_table(found.groups) if found.groups else None,
     )  # fmt: skip
     if not found.groups:
         session.out.note("No dead letters.")
@@ -111,13 +111,12 @@ def _groups(session: Session, now: datetime, limit: int, filters: dict[str, Any]
     return DONE
 
 
-def _group_table(groups: Sequence[Group], now: datetime) -> Table:
+def _group_table(groups: Sequence[Group]) -> Table:
     return listed(
-        ["Example / task", "Number", "Newest / oldest", "Reason / error"],
-        [[f"{each.example}\n{plain(each.task)}", str(each.number),
-          f"{absolute(each.newest)}\n{absolute(each.oldest)}", f"{plain(each.reason)}\n{plain(each.error_type)}"]
-         for each in groups],
-        fixed=(1, 2),
+        ["Number × task / newest", "Newest / oldest", "Reason / error"],
+        [[f"{each.number} × {plain(each.task)}\n{each.example}", f"{absolute(each.newest)}\n{absolute(each.oldest)}",
+          f"{plain(each.reason)}\n{plain(each.error_type)}"] for each in groups],
+        fixed=(1,),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -93,7 +94,7 @@ class Command:
 
     def claim(self) -> list[claims.Claim]:
         """Take what is due, as a beat does, and mark it dispatched."""
-        claimed, _ = self.database.run(
+        claimed, *_ = self.database.run(
             lambda executor: claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=500, timeout=30)
         )
         self.database.run(lambda executor: claims.mark(executor, claimed, redispatch_after=300, redispatch_max=3600))
@@ -532,6 +533,88 @@ def test_a_dead_letter_is_replayed_once(durable: Command) -> None:
     assert result["timer"] in again.err and "another key" in again.err
     assert durable("dead", "list").out == ""
     assert timer_id in durable("dead", "list", "--replayed").out
+
+
+def test_dead_letters_are_filtered_and_counted(durable: Command) -> None:
+    first, second = durable.dead(key="order-1"), durable.dead(key="mail-1", queue="mails")
+
+    def ids(*arguments: str) -> list[str]:
+        return [each["id"] for each in durable("dead", "list", "-j", *arguments).json["dead_letters"]]
+
+    assert ids("--key", "order-", "--error", "NO\x1b", "--error-type", "ValueError", "--reason", "exhausted") == [first]
+    assert ids("--queue", "mails", "--since", "-1h", "--until", "now") == [second]
+    assert ids("--until", "-1h") == []
+    table = durable("dead", "list", "--group")
+    assert (table.code, table.err, fits(table.out)) == (0, "", True)
+    for word in (second, "2 × cliproj.durable", "exhausted", "ValueError"):
+        assert word in table.out
+    document = durable("dead", "list", "--group", "-j", "--key", "order-").json
+    [group] = document["groups"]
+    assert (document["complete"], group["number"], group["example"], group["task"], group["error_type"]) == (
+        True, 1, first, "cliproj.durable", "ValueError",
+    )  # fmt: skip
+    assert durable("dead", "list", "--group", "--task", "no.such").out == ""
+    for wrong in (("--group", "--cursor", "x"), ("--cursor", "x"), ("--since", "yesterday")):
+        assert durable("dead", "list", *wrong).code == 2
+
+
+def test_all_are_replayed_or_discarded_once_somebody_agrees(durable: Command) -> None:
+    one, two, broken = durable.dead(key="a-1"), durable.dead(key="a-2"), durable.dead(key="b-1")
+    execute(durable, f"update call set headers = '[]' where id = '{broken}'")
+    for command in ("replay", "discard"):
+        silent = durable("dead", command, "--all")
+        assert (silent.code, silent.out) == (2, "")
+        assert "--dry-run" in silent.err and "--yes" in silent.err
+        assert durable("dead", command).code == durable("dead", command, "--all", one).code == 2
+        assert durable("dead", command, one, "--key", "a").code == 2
+        dry = durable("dead", command, one, "--dry-run", "-j").json
+        assert (dry["dry_run"], dry["dead_letters"][0]["answer"].split()[:2]) == (True, ["would", "be"])
+
+    dry_all = durable("dead", "replay", "--all", "--dry-run", "-j")
+    assert (dry_all.code, dry_all.json["replayed"], dry_all.json["refused"]) == (1, 2, 1)
+    assert broken in dry_all.err and "holds no message" in dry_all.err
+    answer, said = at_terminal(durable, "n\n", "dead", "replay", "--all", "--key", "a-")
+    assert (answer, "2 dead letters will be replayed" in said) == (1, True)
+    assert len(durable("dead", "list", "-j").json["dead_letters"]) == 3
+
+    answer, said = at_terminal(durable, "y\n", "dead", "replay", "--all", "--key", "a-", "--at", "2h")
+    assert answer == 0
+    assert re.search(r"replayed\s+2", said)
+    again = [each["replay_of"] for each in (durable("timers", "show", each["id"], "-j").json
+                                           for each in durable("timers", "list", "-j").json["timers"])]  # fmt: skip
+    assert sorted(again) == sorted([one, two])
+    done = durable("dead", "discard", "--all", "--yes", "-j")
+    assert (done.code, done.json["discarded"], done.json["dry_run"]) == (0, 1, False)
+    assert durable("dead", "discard", "--all", "--replayed", "--yes", "-j").json["discarded"] == 2
+
+
+def at_terminal(durable: Command, typed: str, *arguments: str) -> tuple[int, str]:
+    """Run a command with a terminal as its stdin, on which somebody has typed; its exit code, and all that it said."""
+    there, here = pty.openpty()
+    try:
+        os.write(there, typed.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "cliproj", "durable", *arguments], cwd=durable.folder, stdin=here,
+            env={**os.environ, "CELERY_DURABLE_DATABASE_URL": durable.url}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        os.close(there)
+        os.close(here)
+    return done.returncode, done.stdout
+
+
+def test_dead_letters_are_exported_as_json_lines(durable: Command) -> None:
+    first, second = durable.dead("secret-argument"), durable.dead("secret-argument", serializer="pickle")
+    hidden = durable("dead", "export")
+    assert (hidden.code, "2 dead letters" in hidden.err) == (0, True)
+    assert [json.loads(line)["id"] for line in hidden.out.splitlines()] == [first, second]
+    assert "secret-argument" not in hidden.out
+    assert [len(json.loads(line)["attempts"]) for line in hidden.out.splitlines()] == [2, 2]
+    shown = [json.loads(line) for line in durable("dead", "export", "--show-args").out.splitlines()]
+    assert shown[0]["message"]["arguments"]["args"] == ["secret-argument"]
+    assert "body_base64" in shown[1]["message"]
+    assert durable("dead", "export", "--until", "-1h").out == ""
 
 
 def test_dead_letters_are_discarded_and_several_may_partly_fail(durable: Command) -> None:

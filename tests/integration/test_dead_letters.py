@@ -60,7 +60,7 @@ def bury(
 
     def operation(executor: Any) -> None:
         with executor.atomic():
-            claimed, _ = claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=number, timeout=30)
+            claimed, *_ = claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=number, timeout=30)
             claims.mark(executor, claimed, redispatch_after=300, redispatch_max=3600)
             for each in made:
                 lease = runs.lease(
@@ -194,7 +194,7 @@ def test_a_page_looks_at_a_bounded_number_and_says_where_to_go_on(
         ),
         (lambda app: dead_letters.find_all(since=datetime(2026, 1, 1), app=app), "since: .* has no time zone"),
         (lambda app: dead_letters.find_all(until="yesterday", app=app), "until: 'yesterday' is no due time"),
-        (lambda app: dead_letters.find_all(taks="t", app=app), "no filter 'taks'"),
+        (lambda app: dead_letters.find_all(tasks="t", app=app), "no filter 'tasks'"),
         (lambda app: dead_letters.find_all(task=5, app=app), "task = 5"),
         (lambda app: dead_letters.find_all(replayed=None, app=app), "replayed = None"),
         (lambda app: dead_letters.groups(limit=True, app=app), "limit = True"),
