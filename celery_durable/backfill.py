@@ -136,7 +136,11 @@ def _queue(executor: Executor, name: str, nominals: Sequence[datetime]) -> None:
     store.note(executor, [(name, each, store.BACKFILL) for each in nominals])
     next_at = stored.next_at if stored.pause is not None else store.now(executor)
     advance = Advance(
-        name=name, cursor=stored.cursor, next_at=next_at, queued=store.waiting(executor, name), not_run=stored.not_run
+        name=name,
+        cursor=stored.cursor,
+        next_at=next_at,
+        queued=store.waiting(executor, name).number,
+        not_run=stored.not_run,
     )
     store.advance(executor, [advance])
     store.tell(executor)

@@ -6,12 +6,14 @@ which all go through the app's ``send_task``.
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime, timezone
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery_durable import calls, scheduling
 from celery_durable.core.moments import When
+from celery_durable.errors import DatabaseUnavailable
 from celery_durable.messages.capture import CapturingProducer
 from celery_durable.store.database import Database
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 #: How a direct call would reach the broker; a stored one does not.
 BROKER_OPTIONS = ("producer", "publisher", "connection", "router", "retry", "retry_policy", "task_type", "result_cls")
 
+logger = logging.getLogger(__name__)
+
 _MARK = "_durable_intercepts"
 
 
@@ -30,7 +34,9 @@ def intercept(app: Celery) -> None:
 
     Every ``apply_async`` goes through it.  A DurableTask's calls are always kept, those of plain tasks from
     ``durable_intercept_eta`` seconds on; without that setting they are left alone, and Celery's own tasks always.
-    An app with a DurableTask does this by itself; call it for an app that has none.
+    While Postgres is away a plain task's own retry goes to the broker after all, rather than being lost.
+    An app with a DurableTask does this by itself once its tasks are finalized (a worker, ``app.tasks``, the first
+    call of a task); call it right after making the app where it has none, or where ``send_task`` may come first.
 
     Arguments:
         app: the app.
@@ -48,7 +54,13 @@ def intercept(app: Celery) -> None:
         if (countdown or eta) and not rest and not isinstance(options.get("producer"), CapturingProducer):
             when = _wanted(app, name, countdown, eta, options)
             if when is not None:
-                return _kept(app, name, when, args, kwargs, options)
+                try:
+                    return _kept(app, name, when, args, kwargs, options)
+                except DatabaseUnavailable as exc:
+                    if not options.get("retries") or getattr(app.tasks.get(name), "takes_lease", False):
+                        raise
+                    # A plain task's own retry: Celery would drop the task for good.
+                    logger.warning("The retry of %s goes to the broker with an ETA: %s", name, exc)
         return send_task(name, args, kwargs, countdown, eta, *rest, **options)
 
     vars(app)["send_task"] = keeping
@@ -59,12 +71,13 @@ def _wanted(app: Celery, name: str, countdown: float | None, eta: Any, options: 
     """When the call is due, if it is one to keep."""
     if name.startswith(calls.INTERNAL):
         return None
+    takes_lease = bool(getattr(app.tasks.get(name), "takes_lease", False))
+    if not takes_lease and app.conf.get("durable_intercept_eta") is None:
+        return None
     due = calls.due(eta if eta else countdown)
     when: When = due.at if due.at is not None else due.after or 0.0
-    if getattr(app.tasks.get(name), "takes_lease", False):
+    if takes_lease:
         return when
-    if app.conf.get("durable_intercept_eta") is None:
-        return None
     least = Database.of(app).settings.intercept_eta
     now = datetime.now(timezone.utc)
     return when if least is not None and (due.approximate(now) - now).total_seconds() >= least else None

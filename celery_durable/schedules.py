@@ -21,8 +21,8 @@ from celery.app.task import Task
 from celery_durable import calls
 from celery_durable.backfill import Backfill, backfill
 from celery_durable.core.catchup import Policy, first
-from celery_durable.errors import InvalidSchedule
-from celery_durable.occurrence import check_overlap
+from celery_durable.errors import InvalidSchedule, InvalidTimer
+from celery_durable.occurrence import check_overlap, timer_of
 from celery_durable.recurrence import Every, Spec, from_spec, to_spec
 from celery_durable.schedule import Schedule, database_of, recurrence_of
 from celery_durable.schedule_control import pause, resume, trigger
@@ -117,6 +117,7 @@ def upsert(
     for word in ("eta", "task_id"):
         if wanted.options.get(word):
             raise InvalidSchedule(f"options[{word!r}] = {wanted.options[word]!r} makes no sense for many runs.")
+    wanted.check_call(app)
 
     def write(executor: Executor) -> Schedule:
         with executor.atomic():
@@ -217,7 +218,8 @@ def delete(name: str, *, connection: Any = None, app: Celery | None = None) -> b
 
 
 def next_times(name: str, n: int = 5, *, app: Celery | None = None) -> builtins.list[datetime]:
-    """The next `n` times at which the schedule runs, at most 1,000; fewer if it ends, none while it is paused.
+    """The next `n` times at which the schedule runs, at most 1,000; fewer if it ends, those after a pause while
+    it is paused.
 
     Raises:
         InvalidSchedule: there is none of that name, or only its program can tell.
@@ -262,6 +264,22 @@ class _Wanted:
         said = [*_timing(self.spec), self.task, self.args, self.kwargs, self.options]
         return hashlib.sha256(json.dumps([said, self.policy.written()], sort_keys=True).encode()).hexdigest()
 
+    def check_call(self, app: Celery) -> None:
+        """Refuse a call that no occurrence could be rendered from.
+
+        Raises:
+            InvalidSchedule: arguments or options are wrong.
+        """
+        now = datetime.now(timezone.utc)
+        try:
+            timer_of(
+                app, self.name, task=self.task, args=self.args, kwargs=self.kwargs, options=self.options,
+                durable=self.policy.durable, nominal=now, due_at=now, missed=0, reason="schedule",
+                max_payload=Database.of(app).settings.max_payload,
+            )  # fmt: skip
+        except (InvalidTimer, TypeError) as exc:
+            raise InvalidSchedule(f"The call of schedule {self.name!r} cannot be made: {exc}") from exc
+
     def write(self, executor: Executor) -> Schedule:
         before = store.lock(executor, self.name)
         now = store.now(executor)
@@ -283,6 +301,13 @@ class _Wanted:
         next_at: datetime | None = nominal + self.policy.delay(self.name)
         if before is not None and before.pause is not None:
             next_at = before.pause.until
+        elif before is not None and before.queued:
+            next_at = now  # somebody waits for the run before to end
+        if before is not None and self.policy.max_runs is not None and before.fired >= self.policy.max_runs:
+            raise InvalidSchedule(
+                f"Schedule {self.name!r} has run {before.fired} times already, max_runs = {self.policy.max_runs}: "
+                "it would never run. Raise max_runs, or delete it first."
+            )
         stored = StoredSchedule(
             name=self.name, task=self.task, kind=spec.kind, text=spec.text, tz=spec.tz, anchor=spec.anchor,
             args=self.args, kwargs=self.kwargs, options=self.options, policy=self.policy.written(), owner=OWNER,

@@ -160,14 +160,14 @@ class Dispatcher:
     def _claim(self, executor: Executor, shard: int, watermark: Watermark, size: int) -> Page:
         started = time.monotonic()
         bound = watermark.begin(started)
-        found, held = claims.claim(
+        found, held, last = claims.claim(
             executor, shard=shard, watermark=claims.UNBOUNDED if bound is None else bound, page=size,
             timeout=self._settings.claim_timeout,
         )  # fmt: skip
         if held < size:
             watermark.emptied(self._clock.at(started))
-        elif found and isfinite(found[-1].wake_at):
-            watermark.filled(found[-1].wake_at)
+        elif last is not None and isfinite(last):
+            watermark.filled(last)
         return Page(claims=found, held=held, claimed_at=started)
 
     def _serve(self, page: Page) -> None:

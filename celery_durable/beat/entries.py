@@ -229,6 +229,8 @@ def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
         logger.warning("Schedule entry %r never comes due.", entry.name)
     elif nominal is not None:
         next_at = nominal + entry.policy.delay(entry.name)
+    if before is not None and before.queued and before.pause is None:
+        next_at = now  # somebody waits for the run before to end
     stored = entry.kind != CODE_KIND
     schedules.put(
         executor,

@@ -48,7 +48,9 @@ class Link:
         """
         if self._connection is None or self._connection.closed:
             # No statement waits for a lock for longer than a page may take to publish.
-            limits = Limits(lock=self._database.settings.publish_timeout, statement=STATEMENT_LIMIT)
+            limits = Limits(
+                lock=self._database.settings.publish_timeout, statement=STATEMENT_LIMIT, plans="force_custom_plan"
+            )
             self._connection = self._database.connect(self._name, limits=limits)
         return self._connection
 

@@ -35,6 +35,7 @@ from celery_durable.messages.delivery import BrokerUnavailable, Publisher
 from celery_durable.store import claims, meta
 from celery_durable.store.claims import UNBOUNDED
 from celery_durable.store.database import Database
+from celery_durable.store.executor import Executor
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -153,13 +154,27 @@ class Loop:
             self._entries = entries.understood(self._app, self._code())
             self._sweeper.code = entries.digest(*self._entries)
             self._sync_entries()
+        else:
+            self._sync_at = time.monotonic()  # another version may have taken over meanwhile
         self.look_again()
         if first:
             logger.info("Dispatching timers from schema %r.", self._settings.schema)
 
     def _sync_entries(self) -> None:
         good, bad = self._entries
-        synced = self._link.transact(lambda executor: entries.sync(executor, good, bad))
+
+        def sync(executor: Executor) -> bool:
+            # Together: an earlier version that starts meanwhile must see that somebody has these entries.
+            try:
+                with executor.atomic():
+                    self._sweeper.say_alive(executor)
+            except (DatabaseUnavailable, psycopg.OperationalError):
+                raise
+            except psycopg.Error as exc:
+                logger.debug("Nobody sees that this beat is alive: %s", exc)  # the sweep says so
+            return entries.sync(executor, good, bad)
+
+        synced = self._link.transact(sync)
         again, self._sync_at = self._sync_at < inf, inf if synced else time.monotonic() + SYNC_AGAIN
         if again and not synced:
             return

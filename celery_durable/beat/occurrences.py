@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -15,7 +15,7 @@ from celery.utils.log import get_logger
 
 from celery_durable.beat.entries import Entry
 from celery_durable.beat.link import Link
-from celery_durable.core.catchup import Pause, Plan, Policy, plan
+from celery_durable.core.catchup import LATE, Pause, Plan, Policy, plan
 from celery_durable.core.pacing import HeldUp
 from celery_durable.errors import DatabaseUnavailable
 from celery_durable.occurrence import timer_of
@@ -23,7 +23,7 @@ from celery_durable.recurrence import Recurrence, Spec, from_spec
 from celery_durable.settings import Settings
 from celery_durable.store import schedules, timers
 from celery_durable.store.executor import Executor
-from celery_durable.store.schedules import CODE_KIND, QUEUED, Advance, StoredSchedule
+from celery_durable.store.schedules import CODE_KIND, QUEUED, Advance, Line, StoredSchedule
 from celery_durable.store.timers import NewTimer
 
 if TYPE_CHECKING:
@@ -157,13 +157,18 @@ class Occurrences:
         delay = policy.delay(stored.name)
         recurrence = self._recurrence(stored) if entry is None else entry.recurrence_from(stored.anchor)
         pause = stored.pause
-        goes_on, queued, waited = stored.last_id in live, stored.queued, None
-        if queued and not goes_on and (pause is None or pause.over(now)):
-            waited = schedules.waiting_first(executor, stored.name)
-            goes_on, queued = waited is not None, queued - 1 if waited is not None else 0
+        awake = pause is None or pause.over(now)
+        goes_on, waited, late = stored.last_id in live, None, None
+        line = schedules.waiting(executor, stored.name) if stored.queued else schedules.NOBODY
+        if line.first is not None and awake and self._too_late(policy, line, now):
+            late = line.first
+            line = replace(line, first=None, clock=line.clock - 1, number=line.number - 1)
+        if line.first is not None and not goes_on and awake:
+            waited, goes_on = line.first, True
+            line = replace(line, clock=line.clock - (line.reason == QUEUED), number=line.number - 1)
         found = plan(
             recurrence, policy, cursor=stored.cursor, now=now - delay, fired=stored.fired, pause=pause, live=goes_on,
-            queued=queued > 0,
+            queued=line.clock > 0,
         )  # fmt: skip
         timers = [
             self._timer(stored, policy, entry, nominal, nominal + delay, found.missed, self._reason(found, nominal))
@@ -171,28 +176,37 @@ class Occurrences:
         ]
         fired = len(timers)
         if waited is not None:
-            nominal, why = waited
-            reason = SCHEDULE if why == QUEUED else why
-            timers.append(self._timer(stored, policy, entry, nominal, now, 0, reason))
-            fired += why == QUEUED
+            reason = SCHEDULE if line.reason == QUEUED else line.reason
+            timers.append(self._timer(stored, policy, entry, waited, now, 0, reason))
+            fired += line.reason == QUEUED
         notes = [(nominal, reason) for reason, skipped in found.skipped.items() for nominal in skipped.nominals]
         notes += [(nominal, QUEUED) for nominal in found.queue]
         not_run = Counter(stored.not_run)
         not_run.update({reason: skipped.number for reason, skipped in found.skipped.items()})
+        if late is not None:
+            notes.append((late, LATE))
+            not_run[LATE] += 1
         if found.missed:
             logger.warning("Schedule %r missed %d occurrences until %s.", stored.name, found.missed, found.cursor)
         next_at = None if found.next_nominal is None else found.next_nominal + delay
-        queued += len(found.queue)
-        if queued and (pause is None or pause.over(now)):
+        queued = line.number + len(found.queue)
+        if queued and awake:
             again = now + QUEUE_LOOK
             next_at = again if next_at is None else min(next_at, again)
         return _Settled(
-            timers=timers, notes=notes, waited=waited and waited[0], advance=Advance(
+            timers=timers, notes=notes, waited=waited or late, advance=Advance(
                 name=stored.name, cursor=found.cursor, next_at=self._not_before(pause, now, next_at), fired=fired,
                 last_id=timers[-1].id if timers else None, queued=queued, not_run=not_run,
                 pause_over=pause is not None and pause.over(now),
             ),
         )  # fmt: skip
+
+    @staticmethod
+    def _too_late(policy: Policy, line: Line, now: datetime) -> bool:
+        """Whether the occurrence that waits longest is past its deadline; a backfill was asked for, however late."""
+        if line.first is None or line.reason != QUEUED or policy.deadline is None:
+            return False
+        return (now - line.first).total_seconds() > policy.deadline
 
     @staticmethod
     def _not_before(pause: Pause | None, now: datetime, next_at: datetime | None) -> datetime | None:
@@ -235,13 +249,21 @@ class _Settled:
     timers: Sequence[NewTimer]
     notes: Sequence[tuple[datetime, str]]
     waited: datetime | None
-    """The occurrence that waited for the one before, and runs now."""
+    """The occurrence that waited for the one before, and does so no more."""
     advance: Advance
+
+    def advanced(self, new: Collection[UUID]) -> Advance:
+        """How far the schedule has come: an occurrence that a backfill has run before is none that ran now."""
+        made = [timer.id for timer in self.timers if timer.id in new]
+        if len(made) == len(self.timers):
+            return self.advance
+        fired = max(self.advance.fired - (len(self.timers) - len(made)), 0)
+        return replace(self.advance, fired=fired, last_id=made[-1] if made else None)
 
 
 def store(executor: Executor, page: Sequence[_Settled]) -> None:
     """Store timers, notes and cursors; call it within a transaction."""
-    timers.insert_each(executor, [timer for each in page for timer in each.timers])
-    schedules.note(executor, [(each.advance.name, nominal, reason) for each in page for nominal, reason in each.notes])
+    new = timers.insert_each(executor, [timer for each in page for timer in each.timers])
     schedules.unnote(executor, [(each.advance.name, each.waited) for each in page if each.waited is not None])
-    schedules.advance(executor, [each.advance for each in page])
+    schedules.note(executor, [(each.advance.name, nominal, reason) for each in page for nominal, reason in each.notes])
+    schedules.advance(executor, [each.advanced(new) for each in page])

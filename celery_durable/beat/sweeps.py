@@ -43,6 +43,8 @@ logger = get_logger(__name__)
 ALIVE = 4.0
 #: Share of the time that sweeping may take while there is more to look at: one part in this many.
 SHARE = 5
+#: Longest time between two looks for what is to be pruned, in seconds.
+PRUNE_EVERY = 60.0
 #: Seconds after which the pruning looks again at what it has passed by.
 PRUNE_ANEW = 600.0
 #: Least seconds between two errors about the same sweep, and between two lines about what was dispatched.
@@ -68,7 +70,7 @@ class Sweeper:
         self._settings = settings
         self._after = expiry.FIRST
         self._pruned = history.Position()
-        self._prune_anew_at = float("-inf")
+        self._prune_anew_at = self._prune_at = float("-inf")
         self._more_to_prune = False
         self._said_at: dict[str, float] = {}
         self._untold = 0
@@ -86,7 +88,7 @@ class Sweeper:
     def soon(self) -> None:
         """Begin again at the next turn: Postgres or the broker is back."""
         self._next_at = float("-inf")
-        self._prune_anew_at = float("-inf")
+        self._prune_anew_at = self._prune_at = float("-inf")
 
     def turn(self, ending: Sequence[int] = ()) -> None:
         """Do a slice if it is time.
@@ -110,7 +112,7 @@ class Sweeper:
             self._prune()
         if started >= self._alive_at and not ending:
             self._alive_at = started + ALIVE
-            self._try("signs of life", self._say_alive)
+            self._try("signs of life", self.say_alive)
         ended = time.monotonic()
         if self._after != expiry.FIRST or self._more_to_prune:
             self._next_at = min(self._next_at, ended + (SHARE - 1) * (ended - started))
@@ -174,6 +176,9 @@ class Sweeper:
             # A dead letter that was kept may have been replayed or discarded since.
             self._prune_anew_at = now + PRUNE_ANEW
             self._pruned = history.Position()
+        if not self._more_to_prune and now < self._prune_at:
+            return
+        self._prune_at = now + min(PRUNE_EVERY, self._settings.retention / 2)
         retention, page = self._settings.retention, self._settings.page
         self._more_to_prune = False
         for what, statement in (("history", history.prune), ("attempts", history.prune_left_over)):
@@ -184,7 +189,8 @@ class Sweeper:
         more_notes = self._try("occurrences", partial(history.prune_notes, retention=retention, page=page))
         self._more_to_prune |= bool(more_notes)
 
-    def _say_alive(self, executor: Executor) -> None:
+    def say_alive(self, executor: Executor) -> None:
+        """Note that this beat is alive, and which entries it has."""
         beats.forget_silent(executor)
         dispatched, self._dispatcher.dispatched = self._dispatcher.dispatched, 0
         self._tell(dispatched)

@@ -42,10 +42,6 @@ class ZoneWatch:
         self._look_at = float("-inf")
         self._read: dict[str, str] = {}
 
-    def remaining(self, now: float) -> float:
-        """Seconds until the next look, at the monotonic instant `now`."""
-        return max(self._look_at - now, 0.0)
-
     def soon(self) -> None:
         """Look at the next turn."""
         self._look_at = float("-inf")

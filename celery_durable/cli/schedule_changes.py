@@ -286,5 +286,7 @@ def upsert(
         session.out.error(str(exc))
         return USAGE
     if made.task not in session.app.tasks:
-        session.out.note(f"Task {made.task!r} is not registered in this app: check the name, unless only workers know it.")
+        session.out.note(
+            f"Task {made.task!r} is not registered in this app: check the name, unless only workers know it."
+        )
     return _each(session, [made.name], lambda _: _result(session, made), dry_run=False)

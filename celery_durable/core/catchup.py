@@ -189,7 +189,10 @@ def plan(
     since = _since(policy, cursor)
     newest = recurrence.latest_before(now if policy.end is None else min(now, policy.end))
     if newest is None or newest <= since:
-        return Plan(skipped={}, cursor=cursor, next_nominal=first(recurrence, policy, cursor, pause))
+        used_up = policy.max_runs is not None and fired >= policy.max_runs
+        return Plan(
+            skipped={}, cursor=cursor, next_nominal=None if used_up else first(recurrence, policy, cursor, pause)
+        )
     occurrences, count = _between(recurrence, since, newest)
     skipped: dict[str, Skipped] = {}
 

@@ -26,7 +26,6 @@ class Claim(NamedTuple):
     fence: int
     due_at: float
     """Epoch seconds; a row written by plain SQL may say ``infinity``."""
-    wake_at: float
     expires_in: float | None
     """Seconds until the timer expires, by the database's clock."""
     task: str
@@ -40,6 +39,18 @@ class Claim(NamedTuple):
     routing_key: str
     queue: str | None
 
+
+class Claimed(NamedTuple):
+    """One page taken out of waiting."""
+
+    claims: list[Claim]
+    held: int
+    """Rows of the page, those that expired among them."""
+    last: float | None
+    """The latest wake time among them, in epoch seconds; None: there was none."""
+
+
+_WIDTH = len(Claim._fields)
 
 _MESSAGE = """c.task, c.leased, c.body, c.content_type, c.content_encoding, c.headers::text as headers,
     c.properties::text as properties, c.exchange, c.routing_key, c.queue"""
@@ -55,13 +66,14 @@ _MINE = """mine as materialized (
 # is dropped, which its attempts tell: it would run a finished timer again, and as an error stop its whole page for ever.
 # Index: timer_wake, one range between watermark and now, then primary keys.
 # Locks: the page's rows, skipping others' locks.  A row whose payload this snapshot does not see stays: a replacement
-# may have been committed after the snapshot and before the lock.  It comes back without `due_at`.
+# may have been committed after the snapshot and before the lock.  It comes back without a fence; the last row tells how
+# many rows the page held, and the latest wake time among them.
 # Fence: a fresh one for each row.  MATERIALIZED keeps the LIMIT from being planned away; the number stands in
 # the text because a generic plan for a parameter would scan the whole table.  Instants become numbers before they are
 # subtracted: a row written by plain SQL may say `infinity`, which Postgres 16 and older refuse to subtract.
 CLAIM = """
 with due as materialized (
-    select id, call_id, (expires_at <= {schema}.clock()) is true as lapsed from {schema}.timer
+    select id, call_id, wake_at, (expires_at <= {schema}.clock()) is true as lapsed from {schema}.timer
     where shard = %(shard)s and wake_at >= %(watermark)s::timestamptz and wake_at <= {schema}.clock()
     order by wake_at limit {page} for update skip locked),
 gone as (
@@ -80,18 +92,23 @@ moved as (
            c.leased, g.held, 'claimed'
     from gone g join {schema}.call c on c.id = g.call_id
     where not g.lapsed and not exists (select from {schema}.outcome o where o.id = g.id)
-    on conflict do nothing returning id, call_id, fence, expires_at),
+    on conflict do nothing returning id, call_id, fence, due_at, expires_at),
 told as (
     insert into {schema}.attempt (timer_id, fence, attempt, ending, error)
     select id, 0, attempt, 'refused', 'a run or an outcome of this id exists already'
-    from gone g where not lapsed and not exists (select from moved m where m.id = g.id))
-select d.id, d.call_id, m.fence, extract(epoch from g.due_at)::float8 as due_at,
-       extract(epoch from g.wake_at)::float8 as wake_at,
-       extract(epoch from m.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}
-from due d left join gone g on g.id = d.id left join moved m on m.id = d.id
-     left join {schema}.call c on c.id = d.call_id and m.id is not null
-order by g.wake_at
-""".replace("{message}", _MESSAGE)
+    from gone where not lapsed and id not in (select id from moved))
+select m.id, m.call_id, m.fence, extract(epoch from m.due_at)::float8 as due_at,
+       extract(epoch from m.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message},
+       null::bigint as held, null::float8 as last
+from moved m join {schema}.call c on c.id = m.call_id
+union all
+select id, {nothing}, null, null from due where id not in (select id from gone)
+union all
+select null, {nothing}, count(*), extract(epoch from max(wake_at))::float8 from due
+order by due_at
+""".replace("{message}", _MESSAGE).replace(
+    "{nothing}", "null, null, null, null, null, null, null, null, null, null, null, null, null, null"
+)
 
 # Purpose: end the timers that have no payload, which only plain SQL can bring about: first their locks, then a look
 # that sees whatever was committed before them.  Index: primary keys.  Locks: the rows, skipping others'.
@@ -120,7 +137,6 @@ again as (
     from late where r.id = late.id
     returning r.id, r.call_id, r.fence, r.due_at, r.expires_at)
 select a.id, a.call_id, a.fence, extract(epoch from a.due_at)::float8 as due_at,
-       extract(epoch from a.due_at)::float8 as wake_at,
        extract(epoch from a.expires_at)::float8 - extract(epoch from {schema}.clock())::float8 as expires_in, {message}
 from again a join {schema}.call c on c.id = a.call_id order by a.due_at
 """.replace("{message}", _MESSAGE)
@@ -189,9 +205,7 @@ select id from gone
 """
 
 
-def claim(
-    executor: Executor, *, shard: int, watermark: float | str, page: int, timeout: float
-) -> tuple[list[Claim], int]:
+def claim(executor: Executor, *, shard: int, watermark: float | str, page: int, timeout: float) -> Claimed:
     """Claim due timers of one shard in the order of their wake time.
 
     Arguments:
@@ -202,18 +216,20 @@ def claim(
         timeout: seconds after which any beat may claim them again.
 
     Returns:
-        The claims to publish, and how many rows the page held (those that expired among them).
+        The claims to publish, how many rows the page held, and how far it went.
     """
     rows = executor.fetch(
         CLAIM.replace("{page}", str(int(page))),
         {"shard": shard, "watermark": _instant(watermark), "timeout": timeout},
     )
-    hidden = [str(row.id) for row in rows if row.due_at is None]
+    hidden = [str(row.id) for row in rows if row.fence is None and row.id is not None]
     if hidden:
         with executor.atomic():
             locked = [str(row.id) for row in executor.fetch(LOCK_WAITING, {"ids": hidden})]
             executor.fetch(END_WITHOUT_PAYLOAD, {"ids": locked})
-    return [Claim._make(row) for row in rows if row.fence is not None], len(rows)
+    [page_row] = [row for row in rows if row.held is not None]
+    found = [Claim._make(row[:_WIDTH]) for row in rows if row.fence is not None]
+    return Claimed(claims=found, held=page_row.held, last=page_row.last)
 
 
 def reclaim(executor: Executor, ids: Sequence[UUID], *, timeout: float) -> list[Claim]:

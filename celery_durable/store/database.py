@@ -37,10 +37,14 @@ LOCK_SHARE, STATEMENT_SHARE = 1 / 6, 1 / 3
 
 
 class Limits(NamedTuple):
-    """Longest wait for a lock, and longest time of a statement, in seconds."""
+    """What a session's statements are held to."""
 
     lock: float
+    """Longest wait for a lock, in seconds."""
     statement: float
+    """Longest time of a statement, in seconds."""
+    plans: str = "auto"
+    """``plan_cache_mode``: ``force_custom_plan`` where one statement is run over pages of very different tables."""
 
 
 #: Marks a pooled connection whose statements are limited.
@@ -130,8 +134,11 @@ class Database:
     def _limit(self, connection: psycopg.Connection[Any], limits: Limits) -> None:
         if self.settings.prepared_statements:
             connection.execute(
-                "select set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false)",
-                (_milliseconds(limits.lock), _milliseconds(limits.statement)),
+                "select set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false),"
+                # A plan that is kept was made for the tables as they were: one that reads a small table in whole would
+                # read it so when it has grown, until statistics are taken.
+                " set_config('enable_seqscan', 'off', false), set_config('plan_cache_mode', %s, false)",
+                (_milliseconds(limits.lock), _milliseconds(limits.statement), limits.plans),
             )
 
     def connect(self, name: str, *, limits: Limits | None = None) -> psycopg.Connection[Any]:

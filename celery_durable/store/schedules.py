@@ -135,17 +135,13 @@ select id from unnest(%(ids)s::uuid[]) as u(id)
 where exists (select from {schema}.timer t where t.id = u.id) or exists (select from {schema}.run r where r.id = u.id)
 """
 
-# Purpose: the oldest occurrence that waits for the one before.  Index: primary key.  Locks: none: the caller has
-# locked the schedule's row.
-WAITING_FIRST = """
-select {schema}.readable(nominal) as nominal, reason from {schema}.occurrence
-where schedule = %(schedule)s and reason in ('queued', 'backfill') order by nominal limit 1
-"""
-
-# Purpose: how many occurrences wait for the one before.  Index: primary key.  Locks: none, as above.
-WAITING_NUMBER = """
-select count(*) as number from {schema}.occurrence
-where schedule = %(schedule)s and reason in ('queued', 'backfill')
+# Purpose: the occurrences that wait for the one before: the oldest, and how many.  Index: primary key.  Locks: none: the
+# caller has locked the schedule's row.
+WAITING_LINE = """
+select {schema}.readable((array_agg(nominal order by nominal))[1]) as first,
+       (array_agg(reason order by nominal))[1] as reason, count(*) as number,
+       count(*) filter (where reason = 'queued') as clock
+from {schema}.occurrence where schedule = %(schedule)s and reason in ('queued', 'backfill')
 """
 
 # Purpose: have the beats look at the schedules at once.  Index: none.  Locks: none.
@@ -317,12 +313,6 @@ def note(executor: Executor, notes: Sequence[tuple[str, datetime, str]]) -> None
         executor.fetch(NOTE, {"schedules": list(names), "nominals": list(nominals), "reasons": list(reasons)})
 
 
-def waiting(executor: Executor, name: str) -> int:
-    """How many occurrences wait for the one before, in a transaction that has locked the schedule."""
-    number: int = executor.fetch(WAITING_NUMBER, {"schedule": name})[0].number
-    return number
-
-
 def tell(executor: Executor) -> None:
     """Have the beats look at the schedules when the transaction commits."""
     executor.fetch(TELL)
@@ -350,10 +340,26 @@ def live(executor: Executor, timer_ids: Sequence[UUID]) -> set[UUID]:
     return {UUID(str(row.id)) for row in rows}
 
 
-def waiting_first(executor: Executor, name: str) -> tuple[datetime, str] | None:
-    """The oldest occurrence that waits for the one before, and why it does; None when none does."""
-    rows = executor.fetch(WAITING_FIRST, {"schedule": name})
-    return (rows[0].nominal.astimezone(timezone.utc), rows[0].reason) if rows else None
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The occurrences of a schedule that wait for the one before."""
+
+    first: datetime | None
+    """The oldest."""
+    reason: str
+    """Why it waits: :data:`QUEUED` or :data:`BACKFILL`."""
+    number: int
+    clock: int
+    """How many of them are the clock's."""
+
+
+NOBODY = Line(first=None, reason="", number=0, clock=0)
+
+
+def waiting(executor: Executor, name: str) -> Line:
+    """Who waits, in a transaction that has locked the schedule."""
+    row = executor.fetch(WAITING_LINE, {"schedule": name})[0]
+    return Line(first=utc(row.first), reason=row.reason or "", number=row.number, clock=row.clock)
 
 
 def held_keys(executor: Executor, keys: Sequence[str]) -> set[str]:

@@ -124,10 +124,10 @@ class _Psycopg:
         self._connection, self._schema = connection, schema
 
     def begin(self) -> None:
-        idle = self._connection.info.transaction_status == TransactionStatus.IDLE
-        if not idle and self._connection.autocommit:
-            raise RuntimeError(_NOT_OURS.format(what="the connection is in a transaction() block"))
-        if idle and self._connection.autocommit:
+        # A transaction() block forbids commit and rollback, and nothing tells it from a transaction begun by a query.
+        if self._connection.info.transaction_status != TransactionStatus.IDLE:
+            raise RuntimeError(_NOT_OURS.format(what="the connection has one open"))
+        if self._connection.autocommit:
             self._connection.execute("begin")
 
     def executor(self) -> Executor:

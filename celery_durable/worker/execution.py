@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTermi
 from celery_durable.calls import due
 from celery_durable.errors import DuplicateDelivery, DurableError, InvalidTimer
 from celery_durable.worker.attempt import Attempt, Wanted
-from celery_durable.worker.delivery import Delivery
+from celery_durable.worker.delivery import DELIVERIES, Delivery
 from celery_durable.worker.direct_run import DirectRun
 from celery_durable.worker.failure import describe
 from celery_durable.worker.leased_run import LeasedRun, UnserializableResult, ignores_result
@@ -60,7 +60,7 @@ def run_leased(task: Any, delivery: Delivery, body: Body) -> Any:
         if outcome is error:
             raise
         raise outcome from error
-    if run.wanted is not None:
+    if run.wanted is not None and not run.completed:  # what has committed is not tried again
         with soft_limit_held(discard=True):
             raise _retry_wanted(run, run.wanted, None)
     return value
@@ -114,6 +114,10 @@ def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseEx
     if run.held:  # the body has returned, in an earlier attempt, and its value cannot be read
         run.postpone(error)
         return error
+    if isinstance(error, Reject) and getattr(error, "requeue", False):  # not in celery-types
+        # The broker has no copy to give back: what is asked for is another attempt.
+        cause = getattr(error, "reason", None)
+        error = Retry(str(cause), exc=cause if isinstance(cause, Exception) else None)
     wanted = run.wanted
     if wanted is None and isinstance(error, Retry):
         try:
@@ -133,9 +137,12 @@ def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseEx
         if run.delivery.elsewhere:
             # The parent of a prefork pool sees its child end, and settles the run.
             return error
-        if isinstance(error, (WorkerShutdown, WorkerTerminate, KeyboardInterrupt)):
+        killed = isinstance(error, _greenlet_exit()) and getattr(DELIVERIES.get(run.delivery.token), "ending", None)
+        if killed == "terminated":
+            return error  # its request says what becomes of the timer
+        if killed or isinstance(error, (WorkerShutdown, WorkerTerminate, KeyboardInterrupt)):
             run.back_off(delay=0.0, ending="lost", lost=True, failure=describe(error))
-            return error
+            return _announced(WorkerLostError("cancelled by its worker's shutdown"), 0.0) if killed else error
         # Thread, greenlet and solo pools do not notice: the request would stay active for ever.
         error = _ordinary(error)
     failure = describe(error)
@@ -200,6 +207,11 @@ def _store_wanted(run: DirectRun, wanted: Wanted) -> None:
 def _announced(error: Exception, delay: float) -> Retry:
     seconds: Any = round(delay, 3)  # celery-types asks for numbers.Real, which no float is
     return Retry(exc=error, when=seconds)
+
+
+def _greenlet_exit() -> tuple[type[BaseException], ...]:
+    """What kills a greenlet; nothing where there are none."""
+    return (sys.modules["greenlet"].GreenletExit,) if "greenlet" in sys.modules else ()
 
 
 def _ordinary(error: BaseException) -> Exception:

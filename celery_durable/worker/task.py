@@ -157,6 +157,7 @@ class DurableTask(Unwrapped, Base):
             with self.complete_in(session):
                 session.add(Payment(order))
 
+        Without a timer (``delay()``, eager) there is no run to end: the block's work is committed, and that is all.
         It begins the transaction and commits it at the end of the block, with the fenced completion as the last
         statement; an exception rolls it back, and the attempt has failed.  Where the answer to COMMIT is lost the
         run's row is read.  After the block nothing of this run is tried again.  The heartbeat touches no row
@@ -164,7 +165,8 @@ class DurableTask(Unwrapped, Base):
 
         Arguments:
             connection: a SQLAlchemy Session or Connection, a psycopg or a Django connection to the database
-                that holds the timers, with no transaction of somebody else's open.
+                that holds the timers: a psycopg connection without an open transaction, a Django one outside
+                ``atomic()``; what a SQLAlchemy Session or Connection has begun is taken over, and committed.
 
         Returns:
             A context manager; where callbacks, a chain or a chord follow, set ``result`` of what it gives.

@@ -203,6 +203,16 @@ def shapeless(self: Any, account: int) -> None:
         completion.result = object()
 
 
+@app.task(**OPTIONS, name="ledger.wavering")
+def wavering(self: Any, account: int) -> int:
+    """Asks for a retry, and completes all the same."""
+    with psycopg.connect(DSN) as connection, self.complete_in(connection):
+        for each in steps(self, account):
+            connection.execute(each)
+        self.retry(countdown=0, throw=False)
+    return account
+
+
 @app.task(**OPTIONS, name="ledger.chained")
 def chained(self: Any, account: int) -> int:
     """With a result for what follows."""

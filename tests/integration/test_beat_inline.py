@@ -415,3 +415,17 @@ def test_a_timer_moved_into_the_past_was_not_late_before(local: Celery) -> None:
         beat.until(sent(local))
     late = rows(local, "select extract(epoch from dispatched_at - due_at)::float8 as late from {schema}.outcome")
     assert 0 <= late[0].late < 60
+
+
+def test_no_plan_for_a_small_store_is_kept_for_a_large_one(local: Celery) -> None:
+    """A beat that has idled claims by fresh plans: one that was kept read the whole store for each row of a page."""
+    with inline_beat(local, publisher=Scripted()) as beat:
+        for each in range(20):
+            apply_at("beating.plain", NOW, (each,), app=local)
+            beat.until(sent(local, each + 1))
+        connection = beat.loop._link.connection
+        plans = connection.execute(
+            "select sum(generic_plans), sum(custom_plans) from pg_prepared_statements where statement like '%moved%'"
+        ).fetchone()
+        assert plans is not None and plans[0] == 0 and plans[1] > 5
+        assert connection.execute("show enable_seqscan").fetchone() == ("off",)

@@ -188,6 +188,14 @@ def test_a_result_that_cannot_be_sent_takes_all_back(books: Ledger) -> None:
     assert books.balance(account) == 0
 
 
+def test_a_retry_that_was_asked_for_does_not_undo_what_has_committed(books: Ledger) -> None:
+    account = books.account()
+    timer = apply_at(books.task("wavering"), 0, (account,))
+    assert books.until(timer, "succeeded").attempt == 1
+    assert timer.result.get(timeout=10) == account
+    assert books.balance(account) == 1
+
+
 def test_a_call_without_a_timer_just_commits(books: Ledger) -> None:
     account = books.account()
     assert books.task("psycopg").delay(account).get(timeout=20) == account
@@ -199,6 +207,9 @@ def test_a_transaction_of_somebody_else_is_refused(books: Ledger) -> None:
     with psycopg.connect(
         books.database.url.set(drivername="postgresql").render_as_string(False), autocommit=True
     ) as connection:
+        with connection.transaction(), pytest.raises(RuntimeError, match="commits the transaction itself"):
+            task.complete_in(connection).__enter__()
+        connection.autocommit = False
         with connection.transaction(), pytest.raises(RuntimeError, match="commits the transaction itself"):
             task.complete_in(connection).__enter__()
         with pytest.raises(TypeError, match="not str"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, group
 
-from celery_durable import DurableTask, InvalidTimer, get_timer, intercept
+from celery_durable import DatabaseUnavailable, DurableTask, InvalidTimer, get_timer, intercept
 from celery_durable.store import migrations
 from celery_durable.store.database import Database
 from tests.beats import Published, inline_beat, rows, states
@@ -121,3 +121,40 @@ def test_without_the_setting_plain_tasks_are_celerys(app: Celery, published: Pub
     taken = Published(str(app.conf.broker_url), "other")
     assert taken.collect() == 1
     other.close()
+
+
+def test_what_celery_takes_is_not_judged_where_it_is_left_alone(app: Celery, published: Published) -> None:
+    app.conf.durable_intercept_eta = None
+    app.tasks["kept.plain"].apply_async((1,), countdown=4e9)
+    assert states(app) == {}
+
+
+def test_a_plain_tasks_own_retry_is_not_lost_while_postgres_is_away(app: Celery, published: Published) -> None:
+    """Celery drops a task whose retry cannot be published; a call of the application raises."""
+    Database.of(app).close()
+    other = Celery("away", broker=app.conf.broker_url, set_as_current=False)
+    other.conf.update(
+        durable_database_url="postgresql+psycopg://x@127.0.0.1:1/x", durable_intercept_eta=60, durable_connect_timeout=1,
+        result_backend="disabled://", task_default_queue="away",
+    )  # fmt: skip
+    intercept(other)
+    with pytest.raises(DatabaseUnavailable):
+        other.send_task("away.plain", countdown=3600)
+    other.send_task("away.plain", countdown=3600, retries=1)
+    assert Published(str(app.conf.broker_url), "away").collect() == 1
+    other.close()
+
+
+def test_a_call_by_name_before_anything_is_finalized(database_url: str, broker_url: str) -> None:
+    app = Celery("early", broker=broker_url, set_as_current=False)
+    app.conf.update(durable_database_url=database_url, result_backend="disabled://")
+    intercept(app)
+
+    @app.task(name="early.durable", base=DurableTask, shared=False)
+    def durable() -> None: ...
+
+    migrations.upgrade(Database.of(app), app_name=app.main)
+    app.send_task("early.durable", countdown=3600)
+    assert states(app) == {"waiting": 1}
+    Database.of(app).close()
+    app.close()

@@ -191,7 +191,7 @@ def test_a_message_replaced_while_its_timer_is_claimed_is_dispatched(local: Cele
     beat = database.connect("beat")
     beat.execute("set plan_cache_mode = force_generic_plan")
 
-    def claim() -> tuple[list[claims.Claim], int]:
+    def claim() -> claims.Claimed:
         return claims.claim(PsycopgExecutor(beat, database.schema), shard=0, watermark="-infinity", page=10, timeout=8)
 
     rows(local, "update {schema}.timer set wake_at = 'infinity' returning id")
@@ -216,7 +216,7 @@ def test_a_message_replaced_while_its_timer_is_claimed_is_dispatched(local: Cele
         )
     gate.execute("select pg_advisory_unlock(7)")
     claiming.join()
-    [(found, seen)] = claimed
+    [(found, seen, _)] = claimed
     assert (found, seen) == ([], 1)
     assert states(local) == {"waiting": 1}
     with inline_beat(local, publisher=Scripted()) as inline:

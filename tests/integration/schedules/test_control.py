@@ -351,3 +351,99 @@ def test_an_entry_that_ends(app: Celery, start: Start, published: Published) -> 
         beat.at(NOON + timedelta(seconds=second))
     assert nominals(published) == ["2026-03-02T12:00:10Z", "2026-03-02T12:00:20Z"]
     assert schedules.get("short").next_at is None  # type: ignore[union-attr]
+
+
+# --- what waits for the run before --------------------------------------------------------------------------------------
+
+
+def waiting_behind(app: Celery, start: Start, **words: Any) -> tuple[Any, runs.Lease]:
+    """A schedule whose run goes on, with an occurrence of 12:02 behind it."""
+    set_clock(app, NOON)
+    schedules.upsert("slow", when="* * * * *", overlap="queue", **DURABLE, **words)
+    beat = start(NOON)
+    beat.at(NOON + timedelta(seconds=60))
+    [first] = rows(app, "select id from {schema}.run")
+    taken = lease(app, first.id)
+    beat.at(NOON + timedelta(seconds=120))
+    assert schedules.get("slow").queued == 1  # type: ignore[union-attr]
+    return beat, taken
+
+
+def test_a_change_does_not_put_off_what_waits(app: Celery, start: Start) -> None:
+    beat, taken = waiting_behind(app, start)
+    schedules.upsert("slow", when="* * * * *", overlap="queue", args=(1,), **DURABLE)
+    schedules.pause("slow")
+    schedules.resume("slow")
+    finish(app, taken)
+    beat.at(NOON + timedelta(seconds=125))
+    assert states(app) == {"succeeded": 1, "dispatched": 1}
+    assert reasons("slow")[:2] == [("12:01:00", "schedule"), ("12:02:00", "schedule")]
+
+
+@pytest.mark.parametrize("how", ["api", "sql"])
+def test_what_waits_goes_with_its_schedule(app: Celery, start: Start, how: str) -> None:
+    beat, taken = waiting_behind(app, start)
+    if how == "api":
+        assert schedules.delete("slow")
+    else:
+        rows(app, "delete from {schema}.schedule returning name")
+    finish(app, taken)
+    assert rows(app, "select * from {schema}.occurrence") == []
+    schedules.upsert("slow", when="* * * * *", overlap="queue", **DURABLE)
+    beat.at(NOON + timedelta(seconds=150))
+    assert states(app) == {"succeeded": 1}
+
+
+def test_what_waits_past_its_deadline_does_not_run(app: Celery, start: Start) -> None:
+    beat, taken = waiting_behind(app, start, deadline=30)
+    finish(app, taken)
+    beat.at(NOON + timedelta(seconds=155))
+    assert states(app) == {"succeeded": 1}
+    assert reasons("slow") == [("12:01:00", "schedule"), ("12:02:00", "deadline")]
+    found = schedules.get("slow")
+    assert found is not None and (found.queued, found.not_run) == (0, {"deadline": 1})
+
+
+def test_a_backfill_takes_no_place_from_the_clock(app: Celery, start: Start) -> None:
+    beat, _ = waiting_behind(app, start)
+    schedules.backfill("slow", NOON - timedelta(minutes=5), NOON - timedelta(minutes=1))
+    found = schedules.get("slow")
+    assert found is not None and found.queued == 6
+    rows(app, "delete from {schema}.occurrence where reason = 'queued' returning nominal")
+    beat.at(NOON + timedelta(seconds=180))
+    assert ("12:03:00", "queued") in reasons("slow")
+
+
+def test_an_occurrence_that_a_backfill_was_quicker_to_run_is_counted_once(app: Celery, start: Start) -> None:
+    beat = start(NOON)
+    schedules.upsert("tick", task="beating.plain", when="* * * * *")
+    set_clock(app, NOON + timedelta(seconds=61))
+    assert len(schedules.backfill("tick", NOON + timedelta(seconds=1), NOON + timedelta(seconds=61)).nominals) == 1
+    beat.at(NOON + timedelta(seconds=62))
+    found = schedules.get("tick")
+    assert found is not None and found.fired == 0
+    assert states(app) == {"sent": 1} and reasons("tick") == [("12:01:00", "backfill")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"options": {"serializer": "nonsense"}}, "cannot be made"), ({"options": {"priority": "high"}}, "priority"),
+        ({"args": (1, 2, 3)}, "cannot be made"), ({"options": {"queue": "a\x00b"}}, "cannot be made"),
+    ],
+)  # fmt: skip
+def test_a_call_that_no_occurrence_could_make_is_refused(app: Celery, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSchedule, match=said):
+        schedules.upsert("tick", task="beating.plain", when=60, **wrong)
+    assert schedules.list() == []
+
+
+def test_a_schedule_that_has_run_as_often_as_it_may_is_not_made_again(app: Celery, start: Start) -> None:
+    beat = start(NOON)
+    schedules.upsert("once", task="beating.plain", when=60, max_runs=1)
+    beat.at(NOON + timedelta(seconds=60))
+    with pytest.raises(InvalidSchedule, match="has run 1 times already"):
+        schedules.upsert("once", task="beating.plain", when=90, max_runs=1)
+    rows(app, "update {schema}.schedule set text = '30' returning name")
+    beat.at(NOON + timedelta(seconds=180))
+    assert states(app) == {"sent": 1} and schedules.get("once").next_at is None  # type: ignore[union-attr]

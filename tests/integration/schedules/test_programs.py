@@ -169,3 +169,17 @@ def test_the_data_of_zones_is_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_pa
     after = zone_data.fingerprints(names)
     assert before["Europe/Paris"] == after["Europe/Paris"] and before["Europe/Berlin"] != after["Europe/Berlin"]
     assert zone_data.differing(names) == []
+
+
+def test_a_beat_is_seen_from_the_moment_its_entries_are_in_force(app: Celery, start: Start) -> None:
+    """Also before its first sweep: an earlier version that starts just then leaves them alone."""
+    start(NOON, a=entry(3600))
+    rows(app, "delete from {schema}.beat returning id")
+    new = start(None, a=entry(600))
+    rows(app, "update {schema}.beat set code = null returning id")
+    new.loop._link.drop()
+    new.turn()
+    [row] = rows(app, "select code from {schema}.beat")
+    assert row.code == new.loop._sweeper.code
+    start(None, a=entry(3600))
+    assert in_force() == {"a": "600"}

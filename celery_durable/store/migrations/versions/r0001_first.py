@@ -227,7 +227,18 @@ begin
 end $$
 """
 
+# Who waits for a run of a schedule that is gone waits for nothing; a later one of that name is another.
+DELETED = """
+create function schedule_deleted() returns trigger language plpgsql as $$
+begin
+    execute format('delete from %I.occurrence where schedule = $1 and reason in (''queued'', ''backfill'')',
+                   tg_table_schema) using old.name;
+    return null;
+end $$
+"""
+
 EDITED_TRIGGERS = (
+    "create trigger deleted after delete on schedule for each row execute function schedule_deleted()",
     "create trigger inserted before insert on schedule for each row execute function schedule_edited()",
     "create trigger edited before update of kind, text, tz, anchor, policy, enabled, paused_at, paused_until "
     "on schedule for each row execute function schedule_edited()",
@@ -278,7 +289,7 @@ SEED = """insert into meta (name, value) values ('schema_major', '1'), ('shards'
 
 def upgrade() -> None:
     """Create everything."""
-    for statement in (CLOCK, READABLE, FENCE, *TABLES, *INDEXES, EDITED, *EDITED_TRIGGERS, SEED):
+    for statement in (CLOCK, READABLE, FENCE, *TABLES, *INDEXES, EDITED, DELETED, *EDITED_TRIGGERS, SEED):
         op.execute(statement)
 
 
@@ -287,6 +298,7 @@ def downgrade() -> None:
     for statement in reversed(TABLES):
         op.execute("drop table " + statement.split()[2])
     op.execute("drop function schedule_edited()")
+    op.execute("drop function schedule_deleted()")
     op.execute("drop sequence fence")
     op.execute("drop function clock()")
     op.execute("drop function readable(timestamptz)")
