@@ -604,6 +604,44 @@ def at_terminal(durable: Command, typed: str, *arguments: str) -> tuple[int, str
     return done.returncode, done.stdout
 
 
+def test_what_dies_while_somebody_thinks_is_not_what_they_agreed_to(durable: Command) -> None:
+    durable.dead()
+    there, here = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "cliproj", "durable", "dead", "discard", "--all", "-j"],
+        cwd=durable.folder, env={**os.environ, "CELERY_DURABLE_DATABASE_URL": durable.url}, stdin=here,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as asking:  # fmt: skip
+        assert asking.stdout is not None and asking.stderr is not None
+        said = ""
+        while "Go on?" not in said:
+            more = asking.stderr.read(1)
+            assert more, said
+            said += more
+        later = durable.dead()
+        os.write(there, b"y\n")
+        done = json.loads(asking.stdout.read())
+    os.close(there)
+    os.close(here)
+    assert (asking.returncode, done["discarded"]) == (0, 1)
+    assert [each["id"] for each in durable("dead", "list", "-j").json["dead_letters"]] == [later]
+
+
+def test_a_dead_letter_that_holds_no_message_is_shown_all_the_same(durable: Command) -> None:
+    unread, gone = durable.dead(), durable.dead()
+    execute(durable, f"update call set headers = '[]', properties = '[]' where id = '{unread}'")
+    execute(durable, f"delete from call where id = '{gone}'")
+    shown = durable("dead", "show", unread, "--show-args")
+    assert (shown.code, "Traceback: line 1" in shown.out) == (0, True)
+    document = durable("dead", "show", unread, "-j", "--show-args").json["message"]
+    assert (document["headers"], document["properties"], document["arguments"]["args"]) == (None, None, [1])
+    shown = durable("dead", "show", gone, "-j").json
+    assert (shown["message"], shown["task"], len(shown["attempts"])) == (None, None, 2)
+    assert (
+        durable("dead", "show", gone).code == durable("dead", "list").code == durable("dead", "discard", gone).code == 0
+    )
+
+
 def test_dead_letters_are_exported_as_json_lines(durable: Command) -> None:
     first, second = durable.dead("secret-argument"), durable.dead("secret-argument", serializer="pickle")
     hidden = durable("dead", "export")
