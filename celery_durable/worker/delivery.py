@@ -61,6 +61,11 @@ class Deliveries:
         with self._lock:  # the heartbeat's thread iterates
             self._requests[token] = request
 
+    def get(self, token: str) -> Any:
+        """The request of a token; None if it is not in this process."""
+        with self._lock:
+            return self._requests.get(token)
+
     def requests(self) -> list[Any]:
         """All requests that are still alive."""
         with self._lock:

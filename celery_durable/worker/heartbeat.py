@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -26,7 +27,7 @@ from celery_durable.store.executor import Executor, PsycopgExecutor
 from celery_durable.worker import former, unknown
 from celery_durable.worker.delivery import DELIVERIES, Delivery
 from celery_durable.worker.native import Switch, start_thread
-from celery_durable.worker.request import release
+from celery_durable.worker.request import cancel_leased, release
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -41,6 +42,9 @@ _PAUSE = 0.1
 
 #: Exit code of a worker that meets the wrong schema: the configuration is wrong (sysexits.h).
 _EXIT_CONFIG = 78
+
+#: What a cold shutdown calls of Celery's consumer, and its name in Celery 5.5.
+CANCELLING, CANCELLING_5_5 = "cancel_active_requests", "cancel_all_unacked_requests"
 
 
 class Heartbeat:
@@ -156,6 +160,8 @@ class LeaseStep(bootsteps.StartStopStep):
         """Check the schema and begin to beat, unless that was done before the broker went away."""
         if self._heartbeat is not None:
             return
+        name = CANCELLING if hasattr(parent, CANCELLING) else CANCELLING_5_5
+        setattr(parent, name, partial(cancel_leased, parent, getattr(parent, name)))
         former.watch()
         unknown.watch()
         self._heartbeat = Heartbeat(usable_database(parent.app))

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in celery-types
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals
-from celery.exceptions import Retry
+from celery.concurrency.solo import TaskPool as SoloPool
+from celery.exceptions import Retry, WorkerTerminate
 from celery.worker import state
 from celery.worker.request import Request
 from kombu.utils.encoding import safe_repr, safe_str
@@ -26,6 +27,7 @@ from celery_durable.signals import timer_dead, timer_retried
 from celery_durable.store import runs, timers
 from celery_durable.store.database import DATABASE_ERRORS, Database
 from celery_durable.store.executor import Executor, Row
+from celery_durable.worker.attempt import Attempt
 from celery_durable.worker.delivery import DELIVERIES, TOKEN, Delivery
 from celery_durable.worker.failure import carried
 from celery_durable.worker.policy import RetryPolicy
@@ -54,6 +56,8 @@ class DurableRequest(Request):
         self.delivery = Delivery.of(self.request_dict)
         #: The run has been settled here: a second report of its end is no news.
         self._durably_settled = False
+        #: This worker is ending the body: ``cancelled`` or ``terminated``; a greenlet finds the reason here.
+        self.ending: str | None = None
         if self.delivery is not None:
             # Celery hands this dict to the process that runs the body.
             self.request_dict[TOKEN] = self.delivery.token
@@ -133,6 +137,41 @@ class DurableRequest(Request):
                 return
         super().on_timeout(soft, timeout)
 
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """A user's revoke shall end the body."""
+        if self.delivery is not None and self.active and getattr(pool, "is_green", False):
+            if self.ending is not None:
+                return  # a second kill would meet the greenlet in the middle of its last statement
+            self.ending = "terminated"
+        super().terminate(pool, signal)
+
+    def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        """A cold shutdown shall end the body; what a pool cannot do ends neither the worker nor the attempt.
+
+        Celery calls it in a signal's handler.
+        """
+        if self.delivery is None or not self.active:
+            super().cancel(pool, *args, **kwargs)
+        elif self.ending is not None:
+            pass  # as above
+        elif getattr(pool, "is_green", False):
+            # The handler runs in the hub, where nothing may wait: the greenlet itself gives its run back.
+            self.ending = "cancelled"
+            pool.terminate_job(self.worker_pid)
+        elif isinstance(pool, SoloPool):
+            # The handler runs on top of the body, and so does what it raises.
+            run = Attempt.of(self.task.request)
+            if run is not None and not getattr(run, "settled", True):
+                raise WorkerTerminate(True)
+        else:
+            try:
+                super().cancel(pool, *args, **kwargs)
+            except NotImplementedError:
+                self.ending = "cancelled"
+                logger.warning(
+                    "%s[%s] keeps its lease to the end of its body: this pool cannot end it.", self.name, self.id
+                )
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]  # not in celery-types
         delivery = self.delivery
@@ -151,10 +190,17 @@ class DurableRequest(Request):
         self._in_database(cancel)
 
     def _announce_cancelled(self, *args: Any, **kwargs: Any) -> None:
-        super()._announce_cancelled(*args, **kwargs)  # type: ignore[misc]  # not in celery-types
-        if self.delivery is not None and not self._durably_settled:
-            self._durably_settled = True
-            self.release("cancelled by its worker's shutdown")
+        if self.delivery is None or self._durably_settled:
+            super()._announce_cancelled(*args, **kwargs)  # type: ignore[misc]  # not in celery-types
+            return
+        self._durably_settled = True
+        if self.release("cancelled by its worker's shutdown"):
+            # Whatever the caller said: also with late acknowledgement it is the timer that comes again.
+            super()._announce_cancelled()  # type: ignore[misc]  # as above
+        else:
+            # The body has ended while the worker waited: RETRY would be stored over its failure.
+            self._already_cancelled = True
+            self._ready()
 
     def release(self, reason: str) -> bool:
         """Put a run that this worker will not end back to waiting, at once; True if there was one."""
@@ -234,7 +280,10 @@ class DurableRequest(Request):
         task, context = self.task, self._context
         traceback = getattr(exc_info, "traceback", None)
         if self.store_errors:
-            task.backend.mark_as_retry(self.id, error, traceback, request=context)
+            try:
+                task.backend.mark_as_retry(self.id, error, traceback, request=context)
+            except Exception:  # result backends raise what they like; the timer waits for its next attempt all the same
+                logger.exception("The retry of %s[%s] could not be reported.", self.name, self.id)
         self.send_event("task-retried", exception=safe_repr(error), traceback=safe_str(traceback))
         seconds: Any = round(delay, 3)  # celery-types asks for numbers.Real, which no float is
         signal = Retry(exc=error, when=seconds)
@@ -256,6 +305,14 @@ class DurableRequest(Request):
         except DATABASE_ERRORS as exc:
             logger.error("%s[%s] is left to its lease: %s", self.name, self.id, exc)
             return None
+
+
+def cancel_leased(consumer: Any, others: Callable[[], None]) -> None:
+    """A cold shutdown ends all bodies under a lease; Celery's own (`others`) leaves out what was acknowledged late."""
+    others()
+    for request in DELIVERIES.requests():
+        if request.active:
+            request.cancel(consumer.pool)
 
 
 def release(executor: Executor, delivery: Delivery, reason: str) -> bool:

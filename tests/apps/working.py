@@ -132,9 +132,11 @@ def doomed(self: Any, name: str, cure: str = "", **_: Any) -> str:
 
 
 @app.task(**QUICK, name="working.picky", dont_autoretry_for=(LookupError,))
-def picky(self: Any, name: str) -> None:
+def picky(self: Any, name: str, file: str = "") -> None:
     """Fail in a way that no second attempt can mend."""
     record(self, name)
+    if file:
+        wait_for(file)
     raise KeyError(name)
 
 
@@ -234,10 +236,12 @@ def ignoring(self: Any, name: str) -> None:
 
 
 @app.task(**QUICK, name="working.rejecting")
-def rejecting(self: Any, name: str) -> None:
-    """Reject the message."""
-    record(self, name)
-    raise Reject("no good", requeue=False)
+def rejecting(self: Any, name: str, requeue: bool = False) -> str:
+    """Reject the message; with requeue at the first attempt only."""
+    first = record(self, name) == 1
+    if first or not requeue:
+        raise Reject("no good", requeue=requeue)
+    return name
 
 
 @app.task(**QUICK, name="working.unserializable")

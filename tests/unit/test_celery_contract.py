@@ -13,6 +13,7 @@ from celery import Celery, Task, signals
 from celery.app import trace
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
+from celery.apps import worker
 from celery.exceptions import Ignore, Retry
 from celery.worker import state
 from celery.worker.consumer import Consumer
@@ -21,7 +22,7 @@ from celery.worker.request import Request, create_request_cls
 from kombu.utils.imports import symbol_by_name
 
 from celery_durable import DuplicateDelivery, DurableTask
-from celery_durable.worker.heartbeat import LeaseStep
+from celery_durable.worker.heartbeat import CANCELLING, CANCELLING_5_5, LeaseStep
 from celery_durable.worker.request import DurableRequest
 from celery_durable.worker.task import LEASE_STEP
 
@@ -80,8 +81,14 @@ def test_the_request_class_is_kept_but_for_two_methods(app: Celery) -> None:
 
 def test_celery_calls_what_we_override() -> None:
     """The names, and what they are given."""
-    for name in ("on_accepted", "on_failure", "on_timeout", "_announce_revoked", "_announce_cancelled"):
+    for name in (
+        "on_accepted", "on_failure", "on_timeout", "terminate", "cancel", "_announce_revoked", "_announce_cancelled",
+    ):  # fmt: skip
         assert callable(getattr(Request, name))
+    shutdown = inspect.getsource(worker.on_cold_shutdown)
+    assert [
+        name for name in (CANCELLING, CANCELLING_5_5) if f"consumer.{name}()" in shutdown and hasattr(Consumer, name)
+    ]
     assert list(inspect.signature(Request.on_failure).parameters) == [
         "self", "exc_info", "send_failed_event", "return_ok",
     ]  # fmt: skip
