@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 from collections import Counter
 from datetime import datetime
@@ -34,7 +35,8 @@ def run(due: int = 1000, entries: int = 10_000, many: int = 100_000) -> dict[str
 
     Returns:
         Milliseconds of lateness as ``…_p50``, ``…_p99`` and ``…_max``, seconds from the start of the process until it
-        is ready as ``…_ready``, its megabytes then waiting as ``…_rss``; ``ratio`` only when all peers could run.
+        is ready as ``…_ready``, its megabytes then waiting as ``…_rss``; ``…_load`` is the machine's load just before:
+        above its cores' number a figure says more of the others. ``ratio`` only when all peers could run.
     """
     found: dict[str, Any] = {
         "name": "schedules", "unit": "ms", "lower_is_better": True, "goal": 1.0, "due": due, "entries": entries,
@@ -89,7 +91,7 @@ def _measured(beat: Beat, entries: int, due: int) -> dict[str, Any]:
         calm = at.timestamp() - time.time()
         assert calm >= CALM, f"{beat.module} was ready {calm:.1f} s before its entries are due, not {CALM:g} s"
         time.sleep(max(at.timestamp() - 2 - time.time(), 0))
-        megabytes = _megabytes(node)
+        megabytes, load = _megabytes(node), os.getloadavg()[0]
         late = _lateness(beat.valkey, at, due)
         numbers = _numbers(beat.valkey)
     finally:
@@ -99,7 +101,7 @@ def _measured(beat: Beat, entries: int, due: int) -> dict[str, Any]:
     assert not duplicates or not isinstance(beat, Durable), f"{duplicates} duplicates"
     return {
         "p50": _nth(late, 0.5), "p99": _nth(late, 0.99), "max": late[-1], "ready": ready, "rss": megabytes,
-        "duplicates": duplicates,
+        "duplicates": duplicates, "load": load,
     }  # fmt: skip
 
 

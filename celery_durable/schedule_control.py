@@ -107,7 +107,7 @@ def resume(name: str, *, connection: Any = None, app: Celery | None = None) -> S
         with executor.atomic():
             stored = locked(executor, name)
             now = store.now(executor)
-            if stored.pause is None or stored.pause.over(now):
+            if stored.pause is None or stored.pause.over(now - Policy.of(stored.policy).delay(name)):
                 return Schedule.of(stored)
             advance = Advance(
                 name=name, cursor=now, next_at=now, queued=stored.queued, not_run=stored.not_run, pause_over=True

@@ -11,7 +11,7 @@ import builtins
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone, tzinfo
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -284,8 +284,12 @@ class _Wanted:
         before = store.lock(executor, self.name)
         now = store.now(executor)
         anchor, cursor = now, now
-        # Switched on again it begins now: what it slept through is no backlog.
-        if before is not None and before.enabled and _timing(before) == _timing(self.spec):
+        # Switched on again, or its end put off, it begins now: what it slept through is no backlog.
+        if before is not None and not before.enabled:
+            store.forget_waiting(executor, self.name)
+            before = replace(before, queued=0)
+        ended = before is not None and before.next_at is None and before.pause is None
+        if before is not None and before.enabled and not ended and _timing(before) == _timing(self.spec):
             anchor, cursor = before.anchor or now, before.cursor
         spec = self.spec
         if spec.kind == "interval" and not self.anchored:

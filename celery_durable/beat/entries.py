@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +216,11 @@ def _sync(executor: Executor, entry: Entry, now: datetime) -> None:
     if before is not None and before.enabled and before.fingerprint == entry.fingerprint:
         return
     anchor, cursor, next_at = now, now, None
-    if before is not None and before.enabled and (before.kind, before.text, before.tz) == entry.timing:
+    if before is not None and not before.enabled:
+        schedules.forget_waiting(executor, entry.name)
+        before = replace(before, queued=0)
+    ended = before is not None and before.next_at is None and before.pause is None
+    if before is not None and before.enabled and not ended and (before.kind, before.text, before.tz) == entry.timing:
         anchor, cursor = before.anchor or now, before.cursor
     spec = entry.spec
     if spec is not None and spec.kind == "interval" and not entry.anchored:

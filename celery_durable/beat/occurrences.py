@@ -132,14 +132,20 @@ class Occurrences:
         try:
             with executor.atomic():
                 store(executor, page)
-        except (DatabaseUnavailable, psycopg.OperationalError):
-            raise
+        except (DatabaseUnavailable, psycopg.OperationalError) as exc:
+            if not isinstance(exc, psycopg.errors.LockNotAvailable):
+                raise
+            # Somebody holds a row of one of them, or its key: the others do not wait for that.
+            self._one_by_one(executor, page, exc)
         except psycopg.Error as exc:
-            if len(page) == 1:
-                self._set_fault(executor, page[0].advance.name, exc)
-                return
-            for each in page:
-                self._store(executor, [each])
+            self._one_by_one(executor, page, exc)
+
+    def _one_by_one(self, executor: Executor, page: Sequence[_Settled], exc: psycopg.Error) -> None:
+        if len(page) == 1:
+            self._set_fault(executor, page[0].advance.name, exc)
+            return
+        for each in page:
+            self._store(executor, [each])
 
     def _set_fault(self, executor: Executor, name: str, exc: Exception) -> None:
         if schedules.set_fault(executor, name, f"{type(exc).__name__}: {exc}", pause=PAUSE):
@@ -157,7 +163,8 @@ class Occurrences:
         delay = policy.delay(stored.name)
         recurrence = self._recurrence(stored) if entry is None else entry.recurrence_from(stored.anchor)
         pause = stored.pause
-        awake = pause is None or pause.over(now)
+        # A pause covers the nominal times in it, whenever the jitter would have had them run.
+        awake = pause is None or pause.over(now - delay)
         goes_on, waited, late = stored.last_id in live, None, None
         line = schedules.waiting(executor, stored.name) if stored.queued else schedules.NOBODY
         if line.first is not None and awake and self._too_late(policy, line, now):
@@ -167,8 +174,8 @@ class Occurrences:
             waited, goes_on = line.first, True
             line = replace(line, clock=line.clock - (line.reason == QUEUED), number=line.number - 1)
         found = plan(
-            recurrence, policy, cursor=stored.cursor, now=now - delay, fired=stored.fired, pause=pause, live=goes_on,
-            queued=line.clock > 0,
+            recurrence, policy, cursor=stored.cursor, now=now - delay, pause=pause, live=goes_on, queued=line.clock > 0,
+            fired=stored.fired + line.clock + (waited is not None and line.reason == QUEUED),
         )  # fmt: skip
         timers = [
             self._timer(stored, policy, entry, nominal, nominal + delay, found.missed, self._reason(found, nominal))
@@ -195,9 +202,9 @@ class Occurrences:
             next_at = again if next_at is None else min(next_at, again)
         return _Settled(
             timers=timers, notes=notes, waited=waited or late, advance=Advance(
-                name=stored.name, cursor=found.cursor, next_at=self._not_before(pause, now, next_at), fired=fired,
+                name=stored.name, cursor=found.cursor, next_at=next_at if awake else self._after_pause(pause, delay), fired=fired,
                 last_id=timers[-1].id if timers else None, queued=queued, not_run=not_run,
-                pause_over=pause is not None and pause.over(now),
+                pause_over=pause is not None and awake,
             ),
         )  # fmt: skip
 
@@ -209,11 +216,9 @@ class Occurrences:
         return (now - line.first).total_seconds() > policy.deadline
 
     @staticmethod
-    def _not_before(pause: Pause | None, now: datetime, next_at: datetime | None) -> datetime | None:
-        """A pause that ends by itself is looked at when it does, if nothing is due before: its row says so then."""
-        if pause is None or pause.until is None or pause.over(now):
-            return next_at
-        return pause.until
+    def _after_pause(pause: Pause | None, delay: timedelta) -> datetime | None:
+        """When a pause that ends by itself is to be looked at."""
+        return None if pause is None or pause.until is None else pause.until + delay
 
     def _timer(
         self, stored: StoredSchedule, policy: Policy, entry: Entry | None, nominal: datetime, due_at: datetime,

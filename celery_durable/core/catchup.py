@@ -245,12 +245,15 @@ def _between(recurrence: Recurrence, since: datetime, newest: datetime) -> tuple
         assert oldest is not None
         count = (newest - oldest) // recurrence.every + 1
         return [newest - back * recurrence.every for back in range(min(count, MOST) - 1, -1, -1)], count
-    found: deque[datetime] = deque(maxlen=MOST)
-    count = 0
-    at = recurrence.next_after(since)
-    while at is not None and at < newest and count < COUNTED:
-        found.append(at)
-        count += 1
-        at = recurrence.next_after(at)
-    found.append(newest)
-    return list(found), count + 1
+    found: deque[datetime] = deque()
+    back: datetime | None = newest
+    while back is not None and back > since and len(found) < MOST:
+        found.appendleft(back)
+        back = recurrence.latest_before(back - timedelta(microseconds=1))
+    count = len(found)
+    if back is not None and back > since:
+        count, at = 0, recurrence.next_after(since)
+        while at is not None and at <= newest and count < COUNTED:
+            count, at = count + 1, recurrence.next_after(at)
+        count = max(count, len(found))
+    return list(found), count

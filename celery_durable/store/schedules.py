@@ -144,6 +144,12 @@ select {schema}.readable((array_agg(nominal order by nominal))[1]) as first,
 from {schema}.occurrence where schedule = %(schedule)s and reason in ('queued', 'backfill')
 """
 
+# Purpose: a schedule that is switched on again begins anew.  Index: primary keys.  Locks: the rows.
+FORGET_WAITING = """
+with gone as (delete from {schema}.occurrence where schedule = %(name)s and reason in ('queued', 'backfill'))
+update {schema}.schedule set queued = 0 where name = %(name)s
+"""
+
 # Purpose: have the beats look at the schedules at once.  Index: none.  Locks: none.
 TELL = """select pg_notify(trim(both '"' from '{schema}'), 'schedule')::text"""
 
@@ -311,6 +317,11 @@ def note(executor: Executor, notes: Sequence[tuple[str, datetime, str]]) -> None
     if notes:
         names, nominals, reasons = zip(*notes, strict=True)
         executor.fetch(NOTE, {"schedules": list(names), "nominals": list(nominals), "reasons": list(reasons)})
+
+
+def forget_waiting(executor: Executor, name: str) -> None:
+    """Let nobody wait for the run before any more, in a transaction that has locked the schedule."""
+    executor.fetch(FORGET_WAITING, {"name": name})
 
 
 def tell(executor: Executor) -> None:

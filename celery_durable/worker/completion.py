@@ -58,6 +58,8 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
         UnserializableResult: the result that callbacks wait for cannot be serialized: nothing was committed.
         RuntimeError: the transaction is not ours to commit.
     """
+    if run is not None and run.completed:
+        raise RuntimeError("This run has been completed already: put all of its work into one complete_in block.")
     transaction = transaction_of(connection, schema)
     transaction.begin()
     completion = Completion()
@@ -92,7 +94,7 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
                 transaction.rollback()
             if not ended.stands():
                 raise
-        ended.settle()
+        ended.settle(completion.result)
 
 
 def transaction_of(connection: Any, schema: str) -> Transaction:
@@ -103,7 +105,9 @@ def transaction_of(connection: Any, schema: str) -> Transaction:
     """
     if isinstance(connection, psycopg.Connection):
         return _Psycopg(connection, schema)
-    if isinstance(connection, (Session, scoped_session, SqlalchemyConnection)):
+    if isinstance(connection, scoped_session):
+        connection = connection()
+    if isinstance(connection, (Session, SqlalchemyConnection)):
         return _Sqlalchemy(connection, schema)
     if hasattr(connection, "in_atomic_block"):
         return _Django(connection, schema)
@@ -148,8 +152,18 @@ class _Sqlalchemy:
     def begin(self) -> None:
         if self._connection.in_nested_transaction():
             raise RuntimeError(_NOT_OURS.format(what="there is a savepoint in a transaction"))
+        if isinstance(self._connection, Session):
+            bind = self._connection.get_bind()
+            if isinstance(bind, SqlalchemyConnection) and bind.in_transaction():
+                raise RuntimeError(_NOT_OURS.format(what="the session has joined one of its connection"))
         if not self._connection.in_transaction():
             self._connection.begin()
+        connection = self._connection.connection() if isinstance(self._connection, Session) else self._connection
+        if getattr(connection.connection.dbapi_connection, "autocommit", False):
+            self._connection.rollback()
+            raise RuntimeError(
+                "complete_in needs a transaction, but this engine is in AUTOCOMMIT: choose another level."
+            )
 
     def executor(self) -> Executor:
         if not isinstance(self._connection, SqlalchemyConnection):

@@ -53,6 +53,10 @@ def run_leased(task: Any, delivery: Delivery, body: Body) -> Any:
             if run.wanted is None and not run.completed:
                 run.succeed(value)
     except BaseException as error:
+        if run is not None and run.completed and isinstance(error, Exception):
+            # Its data and its end are committed: it has succeeded, whatever came after.
+            logger.exception("%s[%s] raised after it had completed.", task.name, run.lease.timer_id)
+            return run.result
         if run is None or run.settled:
             raise
         with soft_limit_held(discard=True):

@@ -67,6 +67,8 @@ class LeasedRun(Attempt):
         self.held = False
         #: The task has completed the run in its own transaction.
         self.completed = False
+        #: What callbacks get, should the body not come to return it.
+        self.result: Any = None
 
     @classmethod
     def take(cls, task: Any, delivery: Delivery, policy: RetryPolicy) -> LeasedRun:
@@ -321,8 +323,9 @@ class Ending:
             )
             raise DuplicateDelivery("unavailable") from exc
 
-    def settle(self) -> None:
+    def settle(self, result: Any) -> None:
         """The transaction has committed: nothing more is due but callbacks."""
+        self._run.result = result
         self._run.settled = self._held is None
         self._run.held = self._held is not None
         self._run.completed = True

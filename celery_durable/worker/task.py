@@ -160,7 +160,8 @@ class DurableTask(Unwrapped, Base):
         Without a timer (``delay()``, eager) there is no run to end: the block's work is committed, and that is all.
         It begins the transaction and commits it at the end of the block, with the fenced completion as the last
         statement; an exception rolls it back, and the attempt has failed.  Where the answer to COMMIT is lost the
-        run's row is read.  After the block nothing of this run is tried again.  The heartbeat touches no row
+        run's row is read.  After the block nothing of this run is tried again: what the body raises then is logged, and the
+        call's value is ``result``.  The heartbeat touches no row
         that the statement reads, so REPEATABLE READ and SERIALIZABLE see no conflict with it.
 
         Arguments:

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from celery import Celery
 from sqlalchemy import create_engine, text
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from celery_durable import DurableTask
@@ -210,6 +210,38 @@ def wavering(self: Any, account: int) -> int:
         for each in steps(self, account):
             connection.execute(each)
         self.retry(countdown=0, throw=False)
+    return account
+
+
+@app.task(**OPTIONS, name="ledger.twice")
+def twice(self: Any, account: int, result: int) -> int:
+    """Completes, and means to do so again."""
+    for _ in range(2):
+        with psycopg.connect(DSN) as connection, self.complete_in(connection) as completion:
+            for each in steps(self, account):
+                connection.execute(each)
+            completion.result = result
+    return result
+
+
+@app.task(**OPTIONS, name="ledger.raising")
+def raising(self: Any, account: int, result: int) -> int:
+    """Raises when all is done."""
+    with psycopg.connect(DSN) as connection, self.complete_in(connection) as completion:
+        for each in steps(self, account):
+            connection.execute(each)
+        completion.result = result
+    raise ValueError("too late")
+
+
+@app.task(**OPTIONS, name="ledger.scoped")
+def scoped(self: Any, account: int) -> int:
+    """With SQLAlchemy's session of a thread."""
+    session = scoped_session(sessionmaker(engine_for("READ COMMITTED")))
+    with self.complete_in(session):
+        for each in steps(self, account):
+            session.execute(text(each))
+    session.remove()
     return account
 
 

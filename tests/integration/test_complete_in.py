@@ -14,6 +14,8 @@ from unittest.mock import patch
 import psycopg
 import pytest
 from celery import Celery, chain
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
 from celery_durable import apply_at
 from celery_durable.store import migrations
@@ -196,6 +198,23 @@ def test_a_retry_that_was_asked_for_does_not_undo_what_has_committed(books: Ledg
     assert books.balance(account) == 1
 
 
+@pytest.mark.parametrize("how", ["twice", "raising"])
+def test_what_comes_after_the_end_changes_nothing(books: Ledger, how: str) -> None:
+    """A second block, an exception: the call has succeeded, with its result, and its callback runs."""
+    account, following = books.account(), books.account()
+    timer = apply_at(books.task(how), 0, (account, following), link=books.task("psycopg").s())
+    assert books.until(timer, "succeeded").attempt == 1
+    assert timer.result.get(timeout=10) == following
+    eventually(lambda: books.balance(following) == 1, message="what follows has run")
+    assert books.balance(account) == 1
+
+
+def test_on_a_scoped_session(books: Ledger) -> None:
+    account = books.account()
+    books.until(apply_at(books.task("scoped"), 0, (account,)), "succeeded")
+    assert books.balance(account) == 1
+
+
 def test_a_call_without_a_timer_just_commits(books: Ledger) -> None:
     account = books.account()
     assert books.task("psycopg").delay(account).get(timeout=20) == account
@@ -212,5 +231,19 @@ def test_a_transaction_of_somebody_else_is_refused(books: Ledger) -> None:
         connection.autocommit = False
         with connection.transaction(), pytest.raises(RuntimeError, match="commits the transaction itself"):
             task.complete_in(connection).__enter__()
-        with pytest.raises(TypeError, match="not str"):
-            task.complete_in("x").__enter__()
+    engine = create_engine(books.database.url)
+    with (
+        engine.connect() as outer,
+        outer.begin(),
+        Session(bind=outer) as joined,
+        pytest.raises(RuntimeError, match="joined"),
+    ):
+        task.complete_in(joined).__enter__()
+    with (
+        engine.connect().execution_options(isolation_level="AUTOCOMMIT") as loose,
+        pytest.raises(RuntimeError, match="AUTO"),
+    ):
+        task.complete_in(loose).__enter__()
+    engine.dispose()
+    with pytest.raises(TypeError, match="not str"):
+        task.complete_in("x").__enter__()

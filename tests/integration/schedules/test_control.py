@@ -447,3 +447,75 @@ def test_a_schedule_that_has_run_as_often_as_it_may_is_not_made_again(app: Celer
     rows(app, "update {schema}.schedule set text = '30' returning name")
     beat.at(NOON + timedelta(seconds=180))
     assert states(app) == {"sent": 1} and schedules.get("once").next_at is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["api", "sql"])
+def test_switched_on_again_nobody_waits_for_the_run_of_before(app: Celery, start: Start, how: str) -> None:
+    beat, taken = waiting_behind(app, start)
+    words: dict[str, Any] = {"when": "* * * * *", "overlap": "queue", **DURABLE}
+    for enabled in (False, True):
+        if how == "api":
+            schedules.upsert("slow", enabled=enabled, **words)
+        else:
+            rows(app, "update {schema}.schedule set enabled = %(enabled)s returning name", enabled=enabled)
+    finish(app, taken)
+    beat.at(NOON + timedelta(seconds=150))
+    assert states(app) == {"succeeded": 1} and schedules.get("slow").queued == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["api", "sql"])
+def test_an_end_that_is_put_off_makes_no_backlog(app: Celery, start: Start, published: Published, how: str) -> None:
+    set_clock(app, NOON)
+    words: dict[str, Any] = {"task": "beating.plain", "when": "* * * * *", "catchup": "all"}
+    schedules.upsert("short", max_runs=2, **words)
+    beat = start(NOON)
+    for minute in (1, 2, 3, 30):
+        beat.at(NOON + timedelta(minutes=minute))
+    assert len(nominals(published)) == 2
+    if how == "api":
+        schedules.upsert("short", max_runs=4, **words)
+    else:
+        rows(app, """update {schema}.schedule set policy = '{"catchup": "all", "max_runs": 4}' returning name""")
+    for minute in (30, 31, 32, 33):
+        beat.at(NOON + timedelta(minutes=minute))
+    assert [each[11:16] for each in nominals(published)] == ["12:01", "12:02", "12:31", "12:32"]
+
+
+def test_what_waits_counts_among_the_runs(app: Celery, start: Start) -> None:
+    beat, taken = waiting_behind(app, start, max_runs=2)
+    finish(app, taken)
+    beat.at(NOON + timedelta(seconds=180))
+    beat.at(NOON + timedelta(seconds=190))
+    assert sum(states(app).values()) == 2 and schedules.get("slow").fired == 2  # type: ignore[union-attr]
+
+
+def test_a_pause_covers_what_the_jitter_would_have_run_after_it(
+    app: Celery, start: Start, published: Published
+) -> None:
+    set_clock(app, NOON)
+    schedules.upsert("late", task="beating.plain", when="*/10 * * * *", jitter=599, catchup="all")
+    delay = schedules.next_times("late", 1)[0] - (NOON + timedelta(minutes=10))
+    assert delay > timedelta(seconds=10)
+    beat = start(NOON)
+    schedules.pause("late", until=NOON + timedelta(minutes=10, seconds=5))
+    beat.at(NOON + timedelta(minutes=10, seconds=6))
+    beat.at(NOON + timedelta(minutes=10, seconds=7) + delay)
+    assert nominals(published) == [] and reasons("late") == [("12:10:00", "paused")]
+    beat.at(NOON + timedelta(minutes=20) + delay)
+    assert nominals(published) == ["2026-03-02T12:20:00Z"]
+
+
+def test_a_row_that_somebody_holds_stops_one_schedule(app: Celery, start: Start, published: Published) -> None:
+    """An open transaction over an occurrence that waits: the others run meanwhile, and it later."""
+    beat, taken = waiting_behind(app, start)
+    schedules.upsert("tick", task="beating.plain", when=10)
+    holder = Database.of(app).connect("holder")
+    with holder.transaction():
+        holder.execute("update celery_durable.occurrence set noted_at = noted_at")
+        finish(app, taken)
+        beat.at(NOON + timedelta(seconds=130))
+        beat.until(lambda: nominals(published)[-1:] == ["2026-03-02T12:02:10Z"])
+        assert "lock" in str(schedules.get("slow").fault)  # type: ignore[union-attr]
+    holder.close()
+    beat.at(NOON + timedelta(seconds=200))
+    beat.until(lambda: states(app).get("dispatched") == 1)

@@ -195,7 +195,7 @@ create table schedule (
 """
 
 # An edit by plain SQL takes effect at once: the row is due, and a beat computes anew when it comes due.
-# A new rhythm, a switch on and the end of a pause begin now: what lies before is no backlog.
+# A new rhythm, a switch on, the end of a pause and an end put off begin now: what lies before is no backlog.
 EDITED = """
 create function schedule_edited() returns trigger language plpgsql as $$
 declare
@@ -216,9 +216,15 @@ begin
     if tg_op = 'UPDATE' and (
         (new.kind, new.text, new.tz, new.anchor, new.enabled) is distinct from
         (old.kind, old.text, old.tz, old.anchor, old.enabled) or (old.paused_at is not null and new.paused_at is null)
+        or (old.next_at is null and old.paused_at is null)
     ) then
         new.cursor := greatest(new.cursor, present);
         new.fault := null;
+    end if;
+    if tg_op = 'UPDATE' and new.enabled and not old.enabled then
+        execute format('delete from %I.occurrence where schedule = $1 and reason in (''queued'', ''backfill'')',
+                       tg_table_schema) using new.name;
+        new.queued := 0;
     end if;
     new.next_at := present;
     new.updated_at := present;
