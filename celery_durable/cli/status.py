@@ -78,7 +78,7 @@ def _counts(counts: Mapping[str, Any]) -> dict[str, Any]:
         },
         "overdue": counts["due"],
         "oldest_overdue_seconds": None if counts["oldest_overdue"] is None else max(0.0, counts["oldest_overdue"]),
-        "dead_letters": counts["dead"], "schedules": counts["schedules"],
+        "dead_letters": counts["dead"], "schedules": counts["schedules"], "faulty_schedules": counts["faulty"],
         "ended_last_day": {str(state): ended.get(str(state), 0) for state in State if state.ended},
     }  # fmt: skip
 
@@ -96,7 +96,11 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("waiting", f"{about}{counts['waiting']}"), ("overdue", overdue), ("in motion", moving),
         ("ended, last day", ended or "0"), ("lateness, last day", lateness),
-        ("dead letters", str(document["dead_letters"])), ("schedules", str(document["schedules"])),
+        ("dead letters", str(document["dead_letters"])), (
+            "schedules", f"{document['schedules']}" + (
+                f", {document['faulty_schedules']} with a fault: see schedules list" if document["faulty_schedules"] else ""
+            ),
+        ),
     ]  # fmt: skip
 
 

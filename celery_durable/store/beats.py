@@ -47,7 +47,8 @@ select (select count(*) from (select 1 from {schema}.timer limit 100001) t) as w
                              where t.shard = shard.shard and t.wake_at <= {schema}.clock()
                              order by t.wake_at limit 1) first) as oldest_overdue,
        (select count(*) from {schema}.dead where replayed_as is null) as dead,
-       (select count(*) from {schema}.schedule where enabled) as schedules
+       (select count(*) from {schema}.schedule where enabled) as schedules,
+       (select count(*) from {schema}.schedule where enabled and fault is not null) as faulty
 """
 
 IN_MOTION = """select state, count(*) as number from {schema}.run group by state"""
@@ -94,7 +95,7 @@ def counts(executor: Executor) -> dict[str, object]:
     waiting = row.waiting if row.waiting <= 100_000 else max(row.waiting, row.waiting_estimate)
     return {
         "waiting": waiting, "waiting_is_estimate": row.waiting > 100_000, "due": row.due,
-        "oldest_overdue": row.oldest_overdue, "dead": row.dead, "schedules": row.schedules,
+        "oldest_overdue": row.oldest_overdue, "dead": row.dead, "schedules": row.schedules, "faulty": row.faulty,
         "in_motion": {each.state: each.number for each in executor.fetch(IN_MOTION)},
         "ended_last_day": {each.state: each.number for each in executor.fetch(ENDED)},
     }  # fmt: skip

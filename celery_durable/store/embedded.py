@@ -268,6 +268,9 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "stop":
-        sys.exit("usage: python -m celery_durable.store.embedded stop FOLDER")
+    if len(sys.argv) != 3 or sys.argv[1] not in ("stop", "url"):
+        sys.exit("usage: python -m celery_durable.store.embedded url|stop FOLDER")
+    if sys.argv[1] == "url":
+        sys.stdout.write(resolve(f"embedded:{sys.argv[2]}") + "\n")
+        sys.exit(0)
     sys.exit(0 if stop(sys.argv[2]) else "no server runs there")

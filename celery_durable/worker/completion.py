@@ -34,6 +34,9 @@ class Transaction(Protocol):
     def begin(self) -> None:
         """Begin it, or refuse where it is not ours to commit."""
 
+    def check_open(self) -> None:
+        """Refuse to go on where the block has ended it: what it did stands, or is gone, without the end of the run."""
+
     def executor(self) -> Executor:
         """What runs the last statement in it."""
 
@@ -74,6 +77,7 @@ def completing(run: LeasedRun | None, connection: Any, schema: str) -> Iterator[
             transaction.commit()
             return
         try:
+            transaction.check_open()
             ended = run.ending_with(completion.result)
             with translated():
                 ours = ended.last_statement(transaction.executor())
@@ -123,6 +127,12 @@ _NOT_OURS = (
 )
 
 
+_ENDED = (
+    "The block of complete_in has committed or rolled back its transaction itself, so its work and the end of the run "
+    "are not one. Leave that to complete_in."
+)
+
+
 class _Psycopg:
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection, self._schema = connection, schema
@@ -133,6 +143,10 @@ class _Psycopg:
             raise RuntimeError(_NOT_OURS.format(what="the connection has one open"))
         if self._connection.autocommit:
             self._connection.execute("begin")
+
+    def check_open(self) -> None:
+        if self._connection.autocommit and self._connection.info.transaction_status == TransactionStatus.IDLE:
+            raise RuntimeError(_ENDED)
 
     def executor(self) -> Executor:
         return executor_for(self._connection, self._schema)
@@ -148,6 +162,7 @@ class _Psycopg:
 class _Sqlalchemy:
     def __init__(self, connection: Any, schema: str) -> None:
         self._connection, self._schema = connection, schema
+        self._begun: Any = None
 
     def begin(self) -> None:
         if self._connection.in_nested_transaction():
@@ -164,6 +179,11 @@ class _Sqlalchemy:
             raise RuntimeError(
                 "complete_in needs a transaction, but this engine is in AUTOCOMMIT: choose another level."
             )
+        self._begun = self._connection.get_transaction()
+
+    def check_open(self) -> None:
+        if self._connection.get_transaction() is not self._begun:
+            raise RuntimeError(_ENDED)
 
     def executor(self) -> Executor:
         if not isinstance(self._connection, SqlalchemyConnection):
@@ -189,6 +209,9 @@ class _Django:
             raise RuntimeError(_NOT_OURS.format(what="the connection is in an atomic() block"))
         self._atomic = Atomic(self._connection.alias, savepoint=True, durable=True)
         self._atomic.__enter__()
+
+    def check_open(self) -> None:
+        """Django itself refuses a commit inside."""
 
     def executor(self) -> Executor:
         return executor_for(self._connection, self._schema)

@@ -245,6 +245,19 @@ def scoped(self: Any, account: int) -> int:
     return account
 
 
+@app.task(**{**OPTIONS, "max_retries": 0}, name="ledger.hasty")
+def hasty(self: Any, account: int, how: str) -> None:
+    """Commits by itself."""
+    if how == "session":
+        with Session(engine_for("READ COMMITTED")) as session, self.complete_in(session):
+            session.execute(text(steps(self, account)[0]))
+            session.commit()
+    else:
+        with psycopg.connect(DSN, autocommit=True) as connection, self.complete_in(connection):
+            connection.execute(steps(self, account)[0])
+            connection.commit()
+
+
 @app.task(**OPTIONS, name="ledger.chained")
 def chained(self: Any, account: int) -> int:
     """With a result for what follows."""

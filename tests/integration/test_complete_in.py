@@ -17,7 +17,7 @@ from celery import Celery, chain
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from celery_durable import apply_at
+from celery_durable import apply_at, dead_letters
 from celery_durable.store import migrations
 from celery_durable.store.database import Database
 from celery_durable.timer import Timer
@@ -181,6 +181,17 @@ def test_what_follows_gets_the_result(books: Ledger) -> None:
     books.until(timer, "succeeded")
     eventually(lambda: books.balance(first + 1000) == 1, message="what follows has run with the result")
     assert books.balance(first) == 1 and books.balance(second) == 0
+
+
+@pytest.mark.parametrize("how", ["session", "autocommit"])
+def test_a_commit_of_ones_own_in_the_block_is_refused(books: Ledger, how: str) -> None:
+    """What it committed stands, and the attempt has failed with the reason: the two are not one."""
+    account = books.account()
+    timer = apply_at(books.task("hasty"), 0, (account, how))
+    books.until(timer, "dead")
+    [letter] = [each for each in dead_letters.find_all(app=books.app) if each.id == timer.id]
+    assert "Leave that to complete_in" in letter.error
+    assert books.balance(account) == 1
 
 
 def test_a_result_that_cannot_be_sent_takes_all_back(books: Ledger) -> None:

@@ -206,9 +206,11 @@ begin
             return new;
         end if;
     elsif new.edition <> old.edition or (
-        (new.kind, new.text, new.tz, new.anchor, new.enabled, new.paused_at, new.paused_until, new.policy::text)
+        (new.kind, new.text, new.tz, new.anchor, new.enabled, new.paused_at, new.paused_until, new.policy::text,
+         new.task, new.args::text, new.kwargs::text, new.options::text)
         is not distinct from
-        (old.kind, old.text, old.tz, old.anchor, old.enabled, old.paused_at, old.paused_until, old.policy::text)
+        (old.kind, old.text, old.tz, old.anchor, old.enabled, old.paused_at, old.paused_until, old.policy::text,
+         old.task, old.args::text, old.kwargs::text, old.options::text)
     ) then
         return new;
     end if;
@@ -219,8 +221,8 @@ begin
         or (old.next_at is null and old.paused_at is null)
     ) then
         new.cursor := greatest(new.cursor, present);
-        new.fault := null;
     end if;
+    new.fault := null;
     if tg_op = 'UPDATE' and new.enabled and not old.enabled then
         execute format('delete from %I.occurrence where schedule = $1 and reason in (''queued'', ''backfill'')',
                        tg_table_schema) using new.name;
@@ -246,8 +248,8 @@ end $$
 EDITED_TRIGGERS = (
     "create trigger deleted after delete on schedule for each row execute function schedule_deleted()",
     "create trigger inserted before insert on schedule for each row execute function schedule_edited()",
-    "create trigger edited before update of kind, text, tz, anchor, policy, enabled, paused_at, paused_until "
-    "on schedule for each row execute function schedule_edited()",
+    "create trigger edited before update of kind, text, tz, anchor, policy, enabled, paused_at, paused_until, task, "
+    "args, kwargs, options on schedule for each row execute function schedule_edited()",
 )
 
 OCCURRENCE = """
