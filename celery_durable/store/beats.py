@@ -27,6 +27,7 @@ FORGET = """delete from {schema}.beat where seen_at < {schema}.clock() - interva
 # Purpose: a beat that ends says so.  Index: primary key.  Locks: its own row.
 GONE = """delete from {schema}.beat where id = %(id)s::uuid"""
 
+# Purpose: the beats that are alive or were so lately.  Index: none: a handful of rows.  Locks: none.
 LIST = """
 select id, node, pid, version, started_at, seen_at, dispatched,
        extract(epoch from {schema}.clock() - seen_at)::float8 as silent_for
@@ -51,8 +52,10 @@ select (select count(*) from (select 1 from {schema}.timer limit 100001) t) as w
        (select count(*) from {schema}.schedule where enabled and fault is not null) as faulty
 """
 
+# Purpose: how many runs stand in which state.  Index: none: `run` is small.  Locks: none.
 IN_MOTION = """select state, count(*) as number from {schema}.run group by state"""
 
+# Purpose: how many timers ended in which state within a day.  Index: outcome_finished; at most 100,000 rows.  Locks: none.
 ENDED = """
 select state, count(*) as number
 from (select state from {schema}.outcome

@@ -206,6 +206,7 @@ from unnest(%(names)s::text[], %(next_ats)s::timestamptz[]) as u(name, next_at) 
 # Purpose: lock one definition before it is changed, and read the clock.  Index: primary key.  Locks: the row.
 LOCK = """select {columns} from {schema}.schedule where name = %(name)s for update"""
 
+# Purpose: the database's time.  Index: none.  Locks: none.
 NOW = "select {schema}.clock() as now"
 
 # Purpose: write a definition.  Index: primary key.  Locks: the row.  Tells the beats to look at the schedules again.
@@ -239,6 +240,8 @@ set fault = %(fault)s, next_at = {schema}.clock() + %(pause)s::float8 * interval
 from old where s.name = old.name returning old.fault is distinct from s.fault as news
 """
 
+# Purpose: a page of schedules by name; the filters are tried on what lies behind the name.  Index: primary key.
+# Locks: none.
 LIST = """
 select {columns} from {schema}.schedule
 where name > %(after)s and starts_with(name, %(prefix)s) and (%(task)s::text is null or task = %(task)s)
@@ -247,8 +250,10 @@ where name > %(after)s and starts_with(name, %(prefix)s) and (%(task)s::text is 
 order by name limit {page}
 """
 
+# Purpose: one schedule.  Index: primary key.  Locks: none.
 GET = """select {columns} from {schema}.schedule where name = %(name)s"""
 
+# Purpose: delete a schedule; a trigger forgets who waits for its runs.  Index: primary key.  Locks: the row.
 DELETE = """delete from {schema}.schedule where name = %(name)s returning name"""
 
 # Purpose: why occurrences did not run.  Index: primary key.  Locks: none.
