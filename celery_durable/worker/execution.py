@@ -116,8 +116,9 @@ def mark_started(task: Any) -> None:
 def _failed(run: LeasedRun, policy: RetryPolicy, error: BaseException) -> BaseException:
     """Settle a run whose body raised; returns what Celery shall see."""
     if run.held:  # the body has returned, in an earlier attempt, and its value cannot be read
-        run.postpone(error)
-        return error
+        if run.postpone(error) or not isinstance(error, Exception):
+            return error
+        return _announced(error, policy.delay(run.number))
     if isinstance(error, Reject) and getattr(error, "requeue", False):  # not in celery-types
         # The broker has no copy to give back: what is asked for is another attempt.
         cause = getattr(error, "reason", None)
@@ -251,7 +252,9 @@ def _postpone_held(sender: Any = None, retval: Any = None, **_: Any) -> None:
     if isinstance(run, LeasedRun) and run.held and not run.settled and error is not None:
         with soft_limit_held(discard=True):
             try:
-                run.postpone(error)
+                if not run.postpone(error):
+                    # Celery is about to tell errbacks and the chord of a failure; there is none yet.
+                    sender.request.update(errbacks=None, chord=None)
             except DuplicateDelivery:
                 logger.warning("The callbacks of %s[%s] are left to its lease.", sender.name, run.lease.timer_id)
 

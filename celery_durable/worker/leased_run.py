@@ -211,19 +211,22 @@ class LeasedRun(Attempt):
         )
         self.tell(signals.timer_dead, reason=reason, error=failure.error)
 
-    def postpone(self, error: BaseException) -> None:
+    def postpone(self, error: BaseException) -> bool:
         """The callbacks of the held value could not be sent: they are due again after the task's pause.
 
         After :data:`~celery_durable.store.runs.MAX_LOST` times, or at once where the
-        value fits into no message, the timer is a dead letter.
+        value fits into no message, the timer is a dead letter; True if it is one now.
         """
         failure, delay = describe(error), RetryPolicy.of(self.task).delay(self.number)
+        dead = False
 
         def operation(executor: Executor, id: UUID, fence: int) -> bool:
+            nonlocal dead
             row = runs.by_token(executor, id, self.delivery.token)
             if row is None or row.fence != fence:
                 return False
             if isinstance(error, EncodeError) or row.lost + 1 >= runs.MAX_LOST:
+                dead = True
                 return runs.bury(executor, id, fence, reason="callbacks failed", failure=failure, ending="held")
             due = runs.retry(
                 executor, id, fence, delay=delay, failure=failure, ending="held", lost=True, finishing=True
@@ -231,6 +234,9 @@ class LeasedRun(Attempt):
             return due is not None
 
         self._settle("held", operation, failure)
+        if dead:
+            self.tell(signals.timer_dead, reason="callbacks failed", error=failure.error)
+        return dead
 
     def skip(self, reason: str) -> None:
         """End the run because the task said so."""

@@ -127,3 +127,21 @@ def test_a_message_that_waits_beyond_its_expiry(bench: Bench) -> None:
     bench.until(busy, "succeeded")
     eventually(lambda: timer.result.state == "REVOKED", message="the result says so")
     assert bench.bodies("late") == []
+
+
+def test_callbacks_that_are_tried_again_are_no_failure_yet(bench: Bench) -> None:
+    """Ten tries, and at the end of the last one errback and one signal."""
+    bench.beat()
+    bench.worker(TEST_SIGNALS="1")
+    link = bench.task("after").s(name="link").set(serializer="no such serializer")
+    timer = apply_at(bench.task("note"), 0, ("held",), link=link, link_error=bench.task("errback").si())
+    eventually(lambda: bench.attempts(timer), message="a try has failed")
+    assert bench.bodies("signal timer_dead") == []
+    bench.until(timer, "dead", timeout=60)
+    eventually(lambda: len(bench.bodies("errback")) == 1, message="the errback")
+    eventually(lambda: len(bench.bodies("signal timer_dead")) == 1, message="the signal")
+    eventually(lambda: bench.messages() == 0, message="the queue is empty")
+    bench.task("note").delay("last").get(timeout=10)
+    assert len(bench.attempts(timer)) == 10 and len(bench.bodies("held")) == 1
+    assert len(bench.bodies("errback")) == 1
+    assert timer.result.state == "FAILURE"

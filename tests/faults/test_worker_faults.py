@@ -79,7 +79,7 @@ def test_a_task_whose_whole_worker_is_killed_each_time(bench: Bench) -> None:
     """C84: the same when nobody is left to notice: the sweep counts, and stops at the limit."""
     bench.beat()
     timer = apply_at(bench.task("doomed"), 3600, ("whole", bench.file("never")))
-    timer = apply_at(bench.task("killer"), 0, ("whole",))
+    timer = apply_at(bench.task("killer"), 0, ("whole",), link_error=bench.task("errback").si())
     for attempt in range(1, 4):
         worker = bench.worker("-P", "solo", concurrency=1)
         bench.until_begun("whole", attempt)
@@ -87,6 +87,7 @@ def test_a_task_whose_whole_worker_is_killed_each_time(bench: Bench) -> None:
     found = bench.until(timer, "dead")
     assert (found.attempt, found.reason) == (3, "worker lost")
     assert len(bench.bodies("whole")) == 3
+    assert timer.result.state == "STARTED" and errbacks(bench) == 0  # no worker is left to tell
 
 
 def test_a_killed_worker_is_recovered_when_its_lease_ends(bench: Bench) -> None:
