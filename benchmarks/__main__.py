@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import dispatch, lateness, schedules
+from benchmarks import dispatch, lateness, schedules, throughput
 
 BENCHMARKS: dict[str, Callable[[], dict[str, Any]]] = {
     "dispatch-redis": dispatch.run, "lateness": lateness.run, "schedules": schedules.run,
+    "throughput": throughput.run,
 }  # fmt: skip
 
 

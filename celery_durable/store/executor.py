@@ -48,7 +48,8 @@ class PsycopgExecutor:
         """See :meth:`Executor.fetch`."""
         cursor = self.connection.cursor(row_factory=namedtuple_row)
         cursor.execute(qualified(sql, self._schema), params or {})
-        return cursor.fetchall() if cursor.description else ()
+        # Not by the cursor's description, which describes every column.
+        return cursor.fetchall() if cursor.pgresult and cursor.pgresult.nfields else ()
 
     def atomic(self) -> AbstractContextManager[object]:
         """See :meth:`Executor.atomic`."""

@@ -24,6 +24,35 @@ UNKNOWN_PAUSE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which delivery wants a lease, and what the lease shall be like."""
+
+    timer_id: UUID
+    """From the header ``durable_timer``."""
+    call_id: UUID
+    """The message's version, from the header ``durable_call``."""
+    token: str
+    """Names this delivery in its node, for heartbeats."""
+    worker: str
+    """Shown to operators."""
+    seconds: float
+    """How long the lease is valid without a heartbeat."""
+    max_attempts: int | None
+    """After this many a lost run is dead; None: no limit."""
+    base: float
+    """Seconds of the first back-off, should the run be lost."""
+    cap: float
+    """The longest back-off in seconds."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of a statement that takes it."""
+        return {
+            "id": str(self.timer_id), "call_id": str(self.call_id), "token": self.token, "worker": self.worker,
+            "lease": self.seconds, "max_attempts": self.max_attempts, "base": self.base, "cap": self.cap,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lease:
     """What a worker gets with the lease of a timer."""
 
@@ -58,11 +87,8 @@ class Failure:
     traceback: str | None = None
 
 
-# Purpose: one delivery takes the right to run.  Index: primary key.  Locks: the row.
-# Fence: takes a fresh one, and names none: any delivery of a dispatched timer may take it, so a re-dispatch never
-# invalidates an earlier message.  A repeated call of the same delivery (`token`) after a cut connection finds its own.
-LEASE = """
-with taken as (
+_TAKEN = """
+taken as (
     update {schema}.run
     set state = 'running', fence = nextval('{schema}.fence'), attempt = attempt + 1, token = %(token)s::text,
         worker = %(worker)s::text, started_at = {schema}.clock(),
@@ -77,11 +103,34 @@ mine as (
     select * from taken
     union all
     select * from {schema}.run where id = %(id)s::uuid and token = %(token)s::text and state = 'running'
-                                 and not exists (select from taken))
-select m.id, m.fence, m.attempt, {schema}.readable(m.due_at) as due_at, m.dispatched_at, m.started_at,
-       {schema}.readable(m.expires_at) as expires_at, {schema}.readable(c.nominal) as nominal, c.schedule,
-       h.body, h.content_type, h.content_encoding
-from mine m join {schema}.call c on c.id = m.id left join {schema}.held_result h on h.id = m.id
+                                 and not exists (select from taken)),
+lease as (
+    select m.id, m.fence, m.attempt, {schema}.readable(m.due_at) as due_at, m.dispatched_at, m.started_at,
+           {schema}.readable(m.expires_at) as expires_at, {schema}.readable(c.nominal) as nominal, c.schedule,
+           h.body, h.content_type, h.content_encoding
+    from mine m join {schema}.call c on c.id = m.id left join {schema}.held_result h on h.id = m.id)"""
+
+_FINISHED = """
+gone as (delete from {schema}.run where id = %(ended_id)s::uuid and fence = %(ended_fence)s
+         and state in ('running', 'finishing') returning *),
+unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
+ended as (
+    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, worker)
+    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'succeeded', worker from gone
+    on conflict do nothing)"""
+
+# Purpose: one delivery takes the right to run.  Index: primary key.  Locks: the row.
+# Fence: takes a fresh one, and names none: any delivery of a dispatched timer may take it, so a re-dispatch never
+# invalidates an earlier message.  A repeated call of the same delivery (`token`) after a cut connection finds its own.
+LEASE = f"with {_TAKEN} select * from lease"
+
+# Purpose: the run succeeded.  Index: primary key; no payload page is touched.  Locks: the row.  Fence: named.
+# An outcome of that id can only have been made by plain SQL: it stands, here and below.
+FINISH = f"with {_FINISHED} select id from gone"
+
+# Purpose: both at once, for two timers: a process ends one run and takes its next lease.  Else as LEASE and FINISH.
+FINISH_AND_LEASE = f"""with {_FINISHED}, {_TAKEN}
+select e.id as ended, lease.* from (select (select id from gone) as id) e left join lease on true
 """
 
 # Purpose: why a delivery found nothing to run.  Index: primary keys.  Locks: none.
@@ -163,19 +212,6 @@ select id from gone
 BY_TOKEN = """
 select id, fence, attempt, max_attempts, coalesce(retry_in, 0) as retry_in, lost, state from {schema}.run
 where id = %(id)s::uuid and token = %(token)s::text and state in ('running', 'finishing')
-"""
-
-# Purpose: the run succeeded.  Index: primary key; no payload page is touched.  Locks: the row.  Fence: named.
-# An outcome of that id can only have been made by plain SQL: it stands, here and below.
-FINISH = """
-with gone as (delete from {schema}.run where id = %(id)s::uuid and fence = %(fence)s and state in ('running', 'finishing')
-              returning *),
-unheld as (delete from {schema}.held_result h using gone where h.id = gone.id),
-ended as (
-    insert into {schema}.outcome (id, call_id, due_at, dispatched_at, started_at, fence, attempt, state, worker)
-    select id, call_id, due_at, dispatched_at, started_at, fence, attempt, 'succeeded', worker from gone
-    on conflict do nothing)
-select id from gone
 """
 
 # Purpose: the body has returned, its callbacks are not out yet: keep the value.  Index: primary key.  Fence: named.
@@ -288,43 +324,38 @@ STANDING_OUTCOME = "select state from {schema}.outcome where id = %(id)s::uuid a
 NO_FAILURE = Failure(error_type="", error="")
 
 
-def lease(
-    executor: Executor, *, timer_id: UUID, call_id: UUID, token: str, worker: str, seconds: float,
-    max_attempts: int | None, base: float, cap: float,
-) -> Lease | str:  # fmt: skip
-    """Take the lease of a dispatched timer for one delivery; counts the attempt.
-
-    Arguments:
-        executor: in autocommit.
-        timer_id: the timer, from the header ``durable_timer``.
-        call_id: the message's version, from the header ``durable_call``.
-        token: names this delivery in its node, for heartbeats.
-        worker: shown to operators.
-        seconds: how long the lease is valid without a heartbeat.
-        max_attempts: after this many a lost run is dead; None: no limit.
-        base: seconds of the first back-off, should the run be lost.
-        cap: the longest back-off in seconds.
+def lease(executor: Executor, wanted: Wanted) -> Lease | str:
+    """Take the lease of a dispatched timer for one delivery, in autocommit; counts the attempt.
 
     Returns:
         The lease; or, if this delivery may not run the timer, the reason:
         ``duplicate``, ``cancelled`` or ``expired``.
     """
-    rows = executor.fetch(
-        LEASE,
-        {
-            "id": str(timer_id), "call_id": str(call_id), "token": token, "worker": worker, "lease": seconds,
-            "max_attempts": max_attempts, "base": base, "cap": cap,
-        },
-    )  # fmt: skip
-    if not rows:
-        reason: str = executor.fetch(WHY_NOT, {"id": str(timer_id)})[0].reason
-        return reason
-    row = rows[0]
+    rows = executor.fetch(LEASE, wanted.parameters())
+    return _lease(rows[0]) if rows else _why_not(executor, wanted)
+
+
+def finish_and_lease(executor: Executor, timer_id: UUID, fence: int, wanted: Wanted) -> tuple[bool, Lease | str]:
+    """Do what :func:`finish` and :func:`lease` do, for two timers, in one statement; returns what both return."""
+    [row] = executor.fetch(FINISH_AND_LEASE, {**_ended(timer_id, fence), **wanted.parameters()})
+    return row.ended is not None, _why_not(executor, wanted) if row.id is None else _lease(row)
+
+
+def _ended(timer_id: UUID, fence: int) -> dict[str, Any]:
+    return {"ended_id": str(timer_id), "ended_fence": fence}
+
+
+def _why_not(executor: Executor, wanted: Wanted) -> str:
+    reason: str = executor.fetch(WHY_NOT, {"id": str(wanted.timer_id)})[0].reason
+    return reason
+
+
+def _lease(row: Row) -> Lease:
     held = None
     if row.body is not None:
         held = Held(body=bytes(row.body), content_type=row.content_type, content_encoding=row.content_encoding)
     return Lease(
-        timer_id=timer_id, fence=row.fence, attempt=row.attempt, due_at=_utc(row.due_at),
+        timer_id=UUID(str(row.id)), fence=row.fence, attempt=row.attempt, due_at=_utc(row.due_at),
         dispatched_at=_utc(row.dispatched_at), started_at=_utc(row.started_at),
         expires_at=None if row.expires_at is None else _utc(row.expires_at),
         nominal=None if row.nominal is None else _utc(row.nominal), schedule=row.schedule, held=held,
@@ -376,7 +407,7 @@ def unknown(executor: Executor, *, timer_id: UUID, call_id: UUID, worker: str, g
 
 def finish(executor: Executor, timer_id: UUID, fence: int) -> bool:
     """End a run as succeeded; False when the lease is no longer ours."""
-    return bool(executor.fetch(FINISH, {"id": str(timer_id), "fence": fence}))
+    return bool(executor.fetch(FINISH, _ended(timer_id, fence)))
 
 
 def hold(executor: Executor, timer_id: UUID, fence: int, held: Held) -> bool:

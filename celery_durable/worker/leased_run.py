@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
+from celery.app.trace import task_has_custom
 from celery.utils.dispatch import Signal
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads
@@ -26,12 +29,16 @@ from celery_durable.worker.attempt import Attempt, Call, patiently
 from celery_durable.worker.context import DurableContext
 from celery_durable.worker.delivery import Delivery
 from celery_durable.worker.failure import describe
+from celery_durable.worker.late_ends import LATE_ENDS
 from celery_durable.worker.policy import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
 #: Headers that say which occurrence it is; they stay with the timer over a changed message.
 _KEPT = ("durable_schedule", "durable_nominal", "durable_missed", "durable_reason")
+
+#: The share of a lease after which the end of its run is stored at once.
+YOUNG = 1 / 3
 
 #: Whole numbers that every serializer takes: msgpack has 64 bits, and JSON as many digits as Python prints.
 _INTEGERS = range(-(2**63), 2**63)
@@ -57,8 +64,12 @@ class LeasedRun(Attempt):
     is sent, nothing is stored in the result backend, and the refusal is recorded.
     """
 
-    def __init__(self, task: Any, delivery: Delivery, lease: Lease) -> None:
+    def __init__(self, task: Any, delivery: Delivery, lease: Lease, since: float) -> None:
         super().__init__(task, lease.attempt)
+        #: The node's name.
+        self.worker = str(task.request.hostname or "")
+        #: Before the lease was there, on the monotonic clock.
+        self._since = since
         self.delivery = delivery
         self.lease = lease
         #: No later statement is due.
@@ -80,23 +91,23 @@ class LeasedRun(Attempt):
         request = task.request
         database = Database.of(task.app)
         settings = database.settings
+        since = time.monotonic()
 
-        def operation(executor: Executor) -> Lease | str:
-            return runs.lease(
-                executor, timer_id=delivery.timer_id, call_id=delivery.call_id, token=delivery.token,
-                worker=str(request.hostname or ""), seconds=settings.lease, max_attempts=policy.max_attempts,
-                base=policy.base, cap=policy.cap,
-            )  # fmt: skip
+        wanted = runs.Wanted(
+            timer_id=delivery.timer_id, call_id=delivery.call_id, token=delivery.token,
+            worker=str(request.hostname or ""), seconds=settings.lease, max_attempts=policy.max_attempts,
+            base=policy.base, cap=policy.cap,
+        )  # fmt: skip
 
         try:
-            lease = patiently(database, operation, settings.connect_timeout)
+            lease = patiently(database, partial(LATE_ENDS.lease, wanted=wanted), settings.connect_timeout)
         except DATABASE_ERRORS as exc:
             # Whatever it is, the body has not begun: it is not the task that has failed.
             logger.error("No lease of %s[%s], it is dispatched again later: %s", task.name, delivery.timer_id, exc)
             raise DuplicateDelivery("unavailable") from exc
         if isinstance(lease, str):
             raise DuplicateDelivery(lease)
-        run = cls(task, delivery, lease)
+        run = cls(task, delivery, lease, since)
         run.attach(request)
         # A re-published message is the first one: only the lease knows how many attempts there were.
         request.retries = lease.attempt - 1
@@ -134,10 +145,23 @@ class LeasedRun(Attempt):
             DuplicateDelivery: the lease was lost.
         """
         held = self.encode(value)
-        if held is None:
-            self.finish()
-        else:
+        if held is not None:
             self.hold(held)
+        elif self._may_end_late:
+            self.settled = True
+            LATE_ENDS.add(self)
+        else:
+            self.finish()
+
+    @property
+    def _may_end_late(self) -> bool:
+        """Whether nothing but Postgres is told of a success, by a process that outlives it, and the lease is young."""
+        return (
+            self.delivery.elsewhere
+            and time.monotonic() < self._since + self.database.settings.lease * YOUNG
+            and ignores_result(self.task)
+            and not any(task_has_custom(self.task, hook) for hook in ("on_success", "after_return"))
+        )
 
     def encode(self, value: Any) -> Held | None:
         """Serialize the return value as the result backend will; None if nobody has to keep it.
@@ -255,7 +279,7 @@ class LeasedRun(Attempt):
             # A cut connection may have swallowed the answer to our own statement.
             if ending is not None and ending in runs.endings(executor, id, fence):
                 return True
-            runs.refused(executor, id, fence, self.number, str(self.task.request.hostname or ""), failure)
+            runs.refused(executor, id, fence, self.number, self.worker, failure)
             return False
 
         self.settled = True

@@ -14,6 +14,12 @@ from kombu.utils.compat import detect_environment
 SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
+#: The holds under way, the innermost last; True once a limit has come in it.
+_holds: list[bool] = []
+#: Celery's handler, while ours stands before it.
+_celerys: list[Any] = []
+
+
 @contextmanager
 def soft_limit_held(*, discard: bool = False) -> Iterator[None]:
     """Put the exception of a soft time limit off until the end of the block.
@@ -21,29 +27,39 @@ def soft_limit_held(*, discard: bool = False) -> Iterator[None]:
     In the middle of a statement it would leave the connection unusable.  Only the
     main thread of a pool's process gets it.  A signal mask would not do: the limit is
     sent to the process, and with a second thread there the kernel picks that one.
+    Our handler stays: exchanging handlers for each statement takes as long as preparing one.
 
     Arguments:
         discard: forget a limit that came meanwhile: the body is over, and what is being
             stored about it stands.
     """
-    handler: Any = None
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    # Greenlets share the main thread, and would restore each other's handlers in the wrong order.
-    if SIGNAL is not None and in_main_thread and detect_environment() == "default":
-        handler = signal.getsignal(SIGNAL)
-    if not callable(handler):
+    if not _stands_before_celerys():
         yield
         return
-    came = False
-
-    def put_off(*_: Any) -> None:
-        nonlocal came
-        came = True
-
-    signal.signal(SIGNAL, put_off)  # type: ignore[arg-type]  # not None here
+    _holds.append(False)
     try:
         yield
     finally:
-        signal.signal(SIGNAL, handler)  # type: ignore[arg-type]  # as above
-        if came and not discard:
-            handler(SIGNAL, None)
+        if _holds.pop() and not discard:
+            _limit(SIGNAL, None)
+
+
+def _stands_before_celerys() -> bool:
+    # Greenlets share the main thread, and their blocks do not end in the order of a stack.
+    if SIGNAL is None or threading.current_thread() is not threading.main_thread() or detect_environment() != "default":
+        return False
+    handler = signal.getsignal(SIGNAL)
+    if handler is _limit:
+        return True
+    if not callable(handler):
+        return False
+    _celerys[:] = [handler]
+    signal.signal(SIGNAL, _limit)
+    return True
+
+
+def _limit(number: Any, frame: Any) -> None:
+    if _holds:
+        _holds[-1] = True
+    else:
+        _celerys[-1](number, frame)

@@ -60,7 +60,12 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
 def seconds_to_end(beat: CeleryNode, number: int) -> float:
     began = time.monotonic()
     beat.send_signal(number)
-    eventually(lambda: not beat.alive(), timeout=10, every=0.005)
+
+    def ended() -> bool:
+        assert not beat.alive(), f"it runs on, and has said:\n{beat.logs()[-3000:]}"
+        return True
+
+    eventually(ended, timeout=10, every=0.005)
     return time.monotonic() - began
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from benchmarks import lateness, schedules
+from benchmarks import lateness, schedules, throughput
 from benchmarks.beats import Durable, full_minute
 from benchmarks.servers import servers
 
@@ -28,3 +28,9 @@ def test_a_beat_with_many_entries_starts() -> None:
 
 def test_a_share_of_the_messages_is_not_later() -> None:
     assert [schedules._nth([float(each) for each in range(1, 1001)], share) for share in (0.5, 0.99)] == [500, 990]
+
+
+def test_bodies_of_both_kinds_are_counted() -> None:
+    found = throughput.run(number=60)
+    assert {kind: len(rates) for kind, rates in found["samples"].items()} == {"leased": 3, "nothing": 3}
+    assert found["ratio"] > 0 and found["goal"] == 0.9

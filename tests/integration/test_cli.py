@@ -103,10 +103,10 @@ class Command:
     def lease(self, timer_id: str) -> runs.Lease:
         """Take the lease of a dispatched timer, as a worker does."""
         lease = self.database.run(
-            lambda executor: runs.lease(
-                executor, timer_id=UUID(timer_id), call_id=UUID(timer_id), token="t", worker="w@host", seconds=30,
+            lambda executor: runs.lease(executor, runs.Wanted(
+                timer_id=UUID(timer_id), call_id=UUID(timer_id), token="t", worker="w@host", seconds=30,
                 max_attempts=2, base=1, cap=600,
-            )
+            ))
         )  # fmt: skip
         assert isinstance(lease, runs.Lease)
         return lease

@@ -64,9 +64,18 @@ def bury(
             claims.mark(executor, claimed, redispatch_after=300, redispatch_max=3600)
             for each in made:
                 lease = runs.lease(
-                    executor, timer_id=each, call_id=each, token="t", worker="w@host", seconds=30, max_attempts=1, base=1,
-                    cap=600,
-                )  # fmt: skip
+                    executor,
+                    runs.Wanted(
+                        timer_id=each,
+                        call_id=each,
+                        token="t",
+                        worker="w@host",
+                        seconds=30,
+                        max_attempts=1,
+                        base=1,
+                        cap=600,
+                    ),
+                )
                 assert isinstance(lease, runs.Lease)
                 assert runs.bury(executor, each, lease.fence, reason=reason, failure=failure)
 

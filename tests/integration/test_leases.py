@@ -40,14 +40,9 @@ def leased(app: Celery, number: int = 1) -> list[runs.Lease]:
         taken = Database.of(app).run(
             lambda executor: runs.lease(
                 executor,
-                timer_id=id,
-                call_id=id,
-                token=f"1-{id}",
-                worker="w",
-                seconds=30,
-                max_attempts=3,
-                base=1,
-                cap=60,
+                runs.Wanted(
+                    timer_id=id, call_id=id, token=f"1-{id}", worker="w", seconds=30, max_attempts=3, base=1, cap=60
+                ),
             )
         )
         assert isinstance(taken, runs.Lease)
@@ -110,3 +105,26 @@ def test_a_heartbeat_outlives_a_deadlock(local: Celery, caplog: pytest.LogCaptur
     assert set(heart.kept) == {token for _, token in pairs}
     assert rows(local, "select count(*) as n from {schema}.renewal where until > {schema}.clock()")[0].n == 2
     heart._disconnect()
+
+
+def test_one_run_ends_and_another_is_leased_in_one_statement(local: Celery) -> None:
+    """Each as alone: the fence decides about the end, the row's state about the lease."""
+    first, second = leased(local, 2)
+    rows(local, f"update {{schema}}.run set state = 'dispatched' where id = '{second.timer_id}' returning id")
+    database = Database.of(local)
+    wanted = runs.Wanted(
+        timer_id=second.timer_id, call_id=second.timer_id, token="2-b", worker="w", seconds=30, max_attempts=3, base=1, cap=60
+    )  # fmt: skip
+
+    def both(fence: int) -> tuple[bool, runs.Lease | str]:
+        return database.run(lambda executor: runs.finish_and_lease(executor, first.timer_id, fence, wanted))
+
+    ended, taken = both(first.fence - 1)
+    assert isinstance(taken, runs.Lease) and (ended, taken.timer_id, taken.attempt) == (False, second.timer_id, 2)
+    assert taken.fence > second.fence
+    ended, again = both(first.fence)
+    assert (ended, again) == (True, taken), "the same delivery finds its own lease"
+    assert both(first.fence) == (False, taken)
+    rows(local, f"update {{schema}}.run set token = '3-c' where id = '{second.timer_id}' returning id")
+    assert both(first.fence) == (False, "duplicate")
+    assert rows(local, "select state from {schema}.outcome")[0].state == "succeeded"

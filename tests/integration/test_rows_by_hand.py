@@ -45,10 +45,10 @@ def run(app: Celery, timer_id: Any, **columns: object) -> None:
 def lease(app: Celery, timer_id: Any) -> runs.Lease | str:
     """Take a timer's lease as a worker does."""
     return Database.of(app).run(
-        lambda executor: runs.lease(
-            executor, timer_id=timer_id, call_id=timer_id, token="1-a", worker="w", seconds=30, max_attempts=3, base=1,
+        lambda executor: runs.lease(executor, runs.Wanted(
+            timer_id=timer_id, call_id=timer_id, token="1-a", worker="w", seconds=30, max_attempts=3, base=1,
             cap=60,
-        )
+        ))
     )  # fmt: skip
 
 

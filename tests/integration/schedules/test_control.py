@@ -21,10 +21,10 @@ DURABLE = {"task": "elsewhere.durable", "durable": True}
 def lease(app: Celery, timer_id: Any) -> runs.Lease:
     """Take a timer's lease as a worker does."""
     taken = Database.of(app).run(
-        lambda executor: runs.lease(
-            executor, timer_id=timer_id, call_id=timer_id, token=f"1-{timer_id}", worker="w", seconds=3600, max_attempts=3,
-            base=60, cap=60,
-        )
+        lambda executor: runs.lease(executor, runs.Wanted(
+            timer_id=timer_id, call_id=timer_id, token=f"1-{timer_id}", worker="w", seconds=3600,
+            max_attempts=3, base=60, cap=60,
+        ))
     )  # fmt: skip
     assert isinstance(taken, runs.Lease)
     return taken
