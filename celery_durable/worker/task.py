@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery.app.task import Task
-from celery.exceptions import Reject
+from celery.exceptions import ImproperlyConfigured, Reject
 
 from celery_durable import canvas, scheduling
 from celery_durable.calls import INTERNAL, due
@@ -22,7 +22,7 @@ from celery_durable.messages.rendering import own_headers
 from celery_durable.signals import lease_lost
 from celery_durable.store.database import Database
 from celery_durable.timer import Timer
-from celery_durable.worker import execution
+from celery_durable.worker import execution, overrides
 from celery_durable.worker.attempt import Attempt, Wanted
 from celery_durable.worker.autoretry import Unwrapped
 from celery_durable.worker.completion import Completion, completing
@@ -77,6 +77,8 @@ class DurableTask(Unwrapped, Base):
 
     #: Tells scheduling that workers take a lease for this task.
     takes_lease = True
+    #: The app whose binding has come to our ``on_bound``.
+    _checked_for: Celery | None = None
     #: What the user said as ``track_started``; STARTED is stored after the lease, not before it.
     stores_started = False
 
@@ -85,13 +87,17 @@ class DurableTask(Unwrapped, Base):
         """Check the retry options, and install the heartbeat in workers of `app`.
 
         Raises:
-            celery.exceptions.ImproperlyConfigured: for options that do not fit together.
+            celery.exceptions.ImproperlyConfigured: for options that do not fit together, or a ``Request`` that is none
+                of ours.
         """
         super().on_bound(app)
+        cls._checked_for = app
         if cls.name is not None and cls.name.startswith(INTERNAL):
             cls._leave_to_celery(app)
             return
         RetryPolicy.of(cls).check(str(cls.name or cls.__qualname__))
+        overrides.check_request(cls, DurableTask.Request)
+        overrides.lease_around_call(cls, DurableTask)
         cls.stores_started = cls.stores_started or bool(cls.track_started)
         cls.track_started = False
         app.steps["consumer"].add(LEASE_STEP)
@@ -109,10 +115,27 @@ class DurableTask(Unwrapped, Base):
     def _internal(self) -> bool:
         return self.name is not None and self.name.startswith(INTERNAL)
 
+    @classmethod
+    def bind(cls, app: Celery) -> Celery:
+        """As Celery's.
+
+        Raises:
+            celery.exceptions.ImproperlyConfigured: the class has an ``on_bound`` that leaves ours out.
+        """
+        cls._checked_for = None
+        bound: Celery = super().bind(app)
+        if cls._checked_for is not app:
+            raise ImproperlyConfigured(
+                f"Task {cls.name}: its on_bound must call super().on_bound(app), which installs the heartbeat in workers."
+            )
+        return bound
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body: under a lease if the message is a timer's."""
+        return self._leased(partial(super().__call__, *args, **kwargs))
+
+    def _leased(self, body: Callable[[], Any]) -> Any:
         request = self.request
-        body = partial(super().__call__, *args, **kwargs)
         if request.called_directly or request.get(_ENTERED) or self._internal():
             return body()
         setattr(request, _ENTERED, True)

@@ -84,6 +84,80 @@ def note(self: Any, name: str, value: Any = None) -> Any:
     return value
 
 
+class Alone(DurableTask):
+    """Runs the body by itself."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave ours out."""
+        return self.run(*args, **kwargs)
+
+
+class Around:
+    """A mixin that goes on to ours, and fails in the first attempt before it does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Fail before the body."""
+        if self.request.retries == 0:  # type: ignore[attr-defined]  # a mixin of tasks
+            raise ConnectionError("before the body")
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # as above
+
+
+class Hooked(DurableTask):
+    """With every hook of Celery's, and none of them calls ours."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Before the lease."""
+        self._note("before_start", args)
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        """After the end of the run."""
+        self._note("on_success", args)
+
+    def on_retry(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """After the end of the attempt."""
+        self._note("on_retry", args)
+
+    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """After the end of the run."""
+        self._note("on_failure", args)
+
+    def after_return(self, status: Any, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """Last of all."""
+        self._note(f"after_return {status}", args)
+
+    def _note(self, hook: str, args: Any) -> None:
+        record(self, f"{args[0]} {hook}")
+
+
+@app.task(**{**QUICK, "base": Alone}, name="working.alone")
+def alone(self: Any, name: str, times: int) -> str:
+    """Fail so often, then return."""
+    if record(self, name) <= times:
+        raise ConnectionError("not yet")
+    return name
+
+
+@app.task(
+    bind=True, shared=False, retry_backoff=0.2, name="working.around", base=type("Mixed", (Around, DurableTask), {})
+)
+def around(self: Any, name: str) -> str:
+    """Return."""
+    record(self, name)
+    return name
+
+
+@app.task(**{**QUICK, "base": Hooked, "max_retries": 1}, name="working.hooked")
+def hooked(self: Any, name: str, times: int) -> str:
+    """Fail so often, then return."""
+    if record(self, name) <= times:
+        raise ConnectionError("not yet")
+    return name
+
+
 @app.task(name="working.after", bind=True, shared=False)
 def after(self: Any, value: Any, name: str) -> Any:
     """A plain callback."""

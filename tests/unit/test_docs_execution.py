@@ -1,4 +1,4 @@
-"""Each row of the table in docs/execution.md names tests that exist."""
+"""Each row of the tables in docs/execution.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import pytest
 
 from tests.servers.processes import ROOT
 
-LINES = (ROOT / "docs" / "execution.md").read_text().split("<!-- checked: ends -->")[1].strip().splitlines()
-TABLE = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES if line.startswith("|")]
-HEAD, ROWS = TABLE[0], TABLE[2:]
+TEXT = (ROOT / "docs" / "execution.md").read_text()
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows below a mark, without the two of the head."""
+    section = TEXT.split(f"<!-- checked: {name} -->")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if line.startswith("|")
+    ]
+    assert {len(row) for row in rows[2:]} == {len(rows[0])}
+    return rows[2:]
+
+
+ENDS, OVERRIDES = table("ends"), table("overrides")
 
 
 def names(path: str) -> set[str]:
@@ -24,9 +35,9 @@ def names(path: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_the_tests_of_each_end_exist(row: list[str]) -> None:
-    assert len(row) == len(HEAD) == 7 and all(row)
+@pytest.mark.parametrize("row", ENDS + OVERRIDES, ids=[row[0] for row in ENDS + OVERRIDES])
+def test_the_tests_of_each_row_exist(row: list[str]) -> None:
+    assert all(row)
     shown = row[-1].split(", ")
     for each in shown:
         test = re.fullmatch(r"`([\w/]+\.py)::([\w:]+)`", each)
@@ -35,5 +46,5 @@ def test_the_tests_of_each_end_exist(row: list[str]) -> None:
 
 
 def test_no_end_is_told_twice() -> None:
-    ends = [row[0] for row in ROWS]
+    ends = [row[0] for row in ENDS]
     assert len(ends) == len(set(ends)) >= 25

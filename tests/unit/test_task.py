@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery, Task
-from celery.exceptions import Ignore, MaxRetriesExceededError, Retry
+from celery.exceptions import Ignore, ImproperlyConfigured, MaxRetriesExceededError, Retry
 
 from celery_durable import DurableTask, scheduling
 from celery_durable.calls import due, instant
@@ -21,6 +21,7 @@ from celery_durable.errors import InvalidTimer
 from celery_durable.messages.rendering import render
 from celery_durable.worker import DurableContext
 from celery_durable.worker.delivery import DELIVERIES, Delivery, new_token
+from celery_durable.worker.request import DurableRequest
 from celery_durable.worker.task import LEASE_STEP
 
 IDS = {"durable_timer": str(uuid4()), "durable_call": str(uuid4())}
@@ -270,3 +271,55 @@ def test_deliveries_go_away_with_their_requests() -> None:
     gone = id(request)
     del request
     assert gone not in map(id, DELIVERIES.requests())
+
+
+def test_a_call_of_the_users_is_leased_once_for_every_task(app: Celery) -> None:
+    """The wrapping is not repeated: a second binding of the class, or functools.wraps, makes no second layer."""
+
+    class Base(DurableTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return ("mine", self.run(*args, **kwargs))
+
+    @app.task(shared=False, name="proj.called", base=Base)
+    def called(value: int) -> int:
+        return value
+
+    task: Any = app.tasks["proj.called"]
+    wrapped = type(task).__call__
+    assert wrapped is not Base.__call__ and wrapped is not DurableTask.__call__
+    task.bind(app)
+    assert type(task).__call__ is wrapped
+    assert task(3) == ("mine", 3), "called directly it is the user's own"
+
+
+def test_a_binding_that_leaves_ours_out(app: Celery) -> None:
+    class Base(DurableTask):
+        abstract = True
+
+        @classmethod
+        def on_bound(cls, app: Any) -> None:
+            """Nothing of ours."""
+
+    with pytest.raises(ImproperlyConfigured, match=r"proj.unbound: its on_bound must call super\(\)\.on_bound"):
+
+        @app.task(shared=False, name="proj.unbound", base=Base)
+        def unbound() -> None:
+            """Nothing."""
+
+
+def test_a_request_class_that_is_none_of_ours(app: Celery) -> None:
+    with pytest.raises(
+        ImproperlyConfigured, match=r"proj.asked: Request=celery.worker.request:Request must be a subclass"
+    ):
+
+        @app.task(shared=False, name="proj.asked", Request="celery.worker.request:Request")
+        def asked() -> None:
+            """Nothing."""
+
+    @app.task(shared=False, name="proj.fine", Request=type("Mine", (DurableRequest,), {}))
+    def fine() -> None:
+        """Nothing."""
+
+    assert app.tasks["proj.fine"].takes_lease
