@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from celery import Celery
 from celery_durable import apply_at
 from celery_durable.store import runs
 from celery_durable.store.database import Database
+from celery_durable.store.executor import PsycopgExecutor
 from celery_durable.worker import heartbeat
 from celery_durable.worker.delivery import Delivery
 from celery_durable.worker.heartbeat import Heartbeat
@@ -74,6 +76,27 @@ def test_a_renewal_extends_a_lease_of_its_own_fence_only(local: Celery) -> None:
     assert not holds(local, lease)
     rows(local, "update {schema}.renewal set until = 'infinity', fence = fence - 1 returning id")
     assert not holds(local, lease)
+
+
+def test_a_thousand_leases_are_renewed_by_one_statement(local: Celery) -> None:
+    ids = sorted(each.timer_id for each in leased(local, 1000))
+    before = rows(local, "select min(deadline) as at from {schema}.run")[0].at
+    heart = Heartbeat(Database.of(local))
+    wanted = [Delivery(timer_id=id, call_id=id, token=f"1-{id}") for id in ids]
+    said: list[str] = []
+    fetch = PsycopgExecutor.fetch
+
+    def counted(self: PsycopgExecutor, sql: str, params: Any = None) -> Any:
+        said.append(sql)
+        return fetch(self, sql, params)
+
+    with patch.object(heartbeat, "running", lambda: wanted), patch.object(PsycopgExecutor, "fetch", counted):
+        heart.beat()
+    assert said == [runs.RENEW]
+    assert len(heart.kept) == 1000
+    [renewed] = rows(local, "select count(*) as n, min(until) as until from {schema}.renewal")
+    assert renewed.n == 1000 and renewed.until > before
+    heart._disconnect()
 
 
 def test_a_heartbeat_outlives_a_deadlock(local: Celery, caplog: pytest.LogCaptureFixture) -> None:
