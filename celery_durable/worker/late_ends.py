@@ -83,6 +83,7 @@ class LateEnds:
     def _put_back(self, waiting: Waiting) -> None:
         with self._lock:
             self._waiting = waiting + self._waiting
+            self._some.set()  # the thread may have seen that nothing waits
 
     def store(self, older: float = 0.0) -> None:
         """Store what has waited for `older` seconds, in a transaction of its own."""

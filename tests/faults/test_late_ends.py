@@ -120,3 +120,19 @@ def test_a_lease_that_was_lost_before_a_late_end(bench: Bench) -> None:
         lambda: [each.ending for each in bench.attempts(timer)] == ["refused"], message="the refusal is recorded"
     )
     assert timer.state == "running"
+
+
+def test_an_end_whose_companion_could_not_be_leased(bench: Bench, only_reads: Callable[[bool], None]) -> None:
+    """The next lease is given up while Postgres refuses; the end that was to go with it is stored all the same, alone."""
+    bench.beat(TEST_LEASE="60", TEST_REDISPATCH="60")
+    worker = bench.worker("--prefetch-multiplier", "2", concurrency=1, TEST_LEASE="60")
+    first = apply_at(bench.task("gate"), 0, ("first", bench.file("go")), ignore_result=True)
+    bench.until_begun("first")
+    second = apply_at(bench.task("note"), 0, ("second",), ignore_result=True)
+    bench.until(second, "dispatched")
+    only_reads(True)
+    bench.let_go("go")
+    worker.wait_for_log("it is dispatched again later: Postgres takes no changes here")
+    only_reads(False)
+    assert bench.until(first, "succeeded").attempt == 1
+    assert (second.state, bench.bodies("second")) == ("dispatched", [])
