@@ -369,10 +369,9 @@ def patient(self: Any, name: str) -> None:
 class DyingResult(DurableTask):
     """Kills its process after the run is settled and before any callback is sent."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as ever."""
-        value = super().__call__(*args, **kwargs)
-        crash = Path(args[1])
+    def _leased(self, body: Any) -> Any:
+        value = super()._leased(body)
+        crash = Path(self.request.args[1])
         if crash.exists():
             crash.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
