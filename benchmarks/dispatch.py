@@ -44,16 +44,17 @@ def _beat(app: Celery, database: Database, scheduler: DurableScheduler, number: 
     database.run(lambda executor: executor.fetch("vacuum analyze {schema}.timer"))
     assert len(timers) == number
     started = time.perf_counter()
-    while _waiting(database):
-        scheduler.tick()
+    dispatch_all(database, scheduler)
     took = time.perf_counter() - started
     database.run(lambda executor: executor.fetch("truncate {schema}.run"))
     return number / took
 
 
-def _waiting(database: Database) -> bool:
+def dispatch_all(database: Database, scheduler: DurableScheduler) -> None:
+    """Tick until no timer waits and every claim is marked."""
     sql = "select exists (select from {schema}.timer) or exists (select from {schema}.run where state = 'claimed') as left"
-    return bool(database.run(lambda executor: executor.fetch(sql))[0].left)
+    while database.run(lambda executor: executor.fetch(sql))[0].left:
+        scheduler.tick()
 
 
 def _batch(app: Celery, url: str, number: int) -> float:

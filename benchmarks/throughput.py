@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 from celery import Celery
 
 from benchmarks import throughput_app
+from benchmarks.dispatch import dispatch_all
 from benchmarks.servers import environment, servers
 from celery_durable import apply_many
 from celery_durable.beat import DurableScheduler
@@ -24,7 +24,6 @@ ROUNDS = 3
 BEGIN, END = 0.1, 0.9
 
 WORKER = ("worker", "-c", "2", "-l", "WARNING", "--without-gossip", "--without-mingle", "-Q", "bench")
-PENDING = """select exists (select from {schema}.timer) or exists (select from {schema}.run where state = 'claimed') as left"""
 ENDED = "select count(*) as n from {schema}.outcome"
 
 
@@ -65,8 +64,7 @@ def _dispatch(app: Celery, database: Database, number: int) -> None:
     )
     scheduler = DurableScheduler(app, lazy=True)
     apply_many(app.tasks["bench.leased"], [(0, (each,)) for each in range(number)])
-    while database.run(lambda executor: executor.fetch(PENDING))[0].left:
-        scheduler.tick()
+    dispatch_all(database, scheduler)
     scheduler.close()
     database.run(lambda executor: executor.fetch("analyze"))
 
@@ -81,7 +79,7 @@ def _rate(database: Database, valkey: ValkeyServer, number: int, done: Callable[
         eventually(lambda: done() >= number * END, timeout=120, every=0.01)
         return (done() - first) / (time.perf_counter() - began)
     finally:
-        worker.kill(signal.SIGKILL)  # what is left in the queue is not measured
+        worker.kill()  # what is left in the queue is not measured
         worker.teardown()
 
 

@@ -13,6 +13,9 @@ from unittest.mock import patch
 import pytest
 from celery import Celery
 
+from celery_durable.messages.delivery import Outgoing
+from celery_durable.messages.message import Message
+from celery_durable.messages.publishers import publisher_for
 from celery_durable.store import history, migrations, timers
 from celery_durable.store.database import Database
 from celery_durable.timer import Timer
@@ -99,6 +102,22 @@ class Bench:
         """The recorded ends of its attempts, oldest first."""
         found = self.database.run(lambda executor: history.attempts(executor, timer.id))
         return sorted(found, key=lambda row: row.ended_at)
+
+    def publish_again(self, timer: Timer, times: int) -> None:
+        """Publish a timer's stored message again, as a broker or a re-dispatch would."""
+        [row] = self.rows(
+            "select c.* from {schema}.call c where c.timer_id = %(id)s::uuid order by created_at desc limit 1",
+            id=str(timer.id),
+        )
+        message = Message(
+            body=bytes(row.body), content_type=row.content_type, content_encoding=row.content_encoding, headers=row.headers,
+            properties=row.properties, exchange=row.exchange, routing_key=row.routing_key, queue=row.queue,
+        )  # fmt: skip
+        publisher = publisher_for(self.app, timeout=5)
+        try:
+            publisher.publish([Outgoing(timer.id, message)] * times)
+        finally:
+            publisher.close()
 
     def messages(self) -> int:
         """Messages in the queue or with a worker (Valkey only)."""

@@ -21,7 +21,7 @@ from celery.exceptions import ImproperlyConfigured, WorkerShutdown
 from celery.worker import state
 
 from celery_durable.errors import DatabaseUnavailable, SchemaMismatch
-from celery_durable.store import meta, runs
+from celery_durable.store import leases, meta
 from celery_durable.store.database import DATABASE_ERRORS, Database, Trouble, translated
 from celery_durable.store.executor import Executor, PsycopgExecutor
 from celery_durable.worker import former, unknown
@@ -115,13 +115,13 @@ class Heartbeat:
     def _renewed(self, executor: Executor, pairs: Sequence[tuple[UUID, str]]) -> set[UUID]:
         """Renew; once more if a sweep that clears old renewals was met halfway, each with what the other wanted."""
         try:
-            return runs.renew(executor, pairs, seconds=self._database.settings.lease)
+            return leases.renew(executor, pairs, seconds=self._database.settings.lease)
         except psycopg.Error as exc:
             # The other goes first: at once, the same two would meet again.
             if Trouble.of(exc) is not Trouble.PASSING or self._stop.wait(_PAUSE):
                 raise
             logger.debug("Leases were not renewed, trying once more: %s", exc)
-        return runs.renew(executor, pairs, seconds=self._database.settings.lease)
+        return leases.renew(executor, pairs, seconds=self._database.settings.lease)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

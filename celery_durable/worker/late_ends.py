@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.signals import worker_process_shutdown
 
-from celery_durable import signals
-from celery_durable.store import runs
+from celery_durable.store import leases, runs
 from celery_durable.store.database import DATABASE_ERRORS
 from celery_durable.store.executor import Executor
 from celery_durable.worker.attempt import patiently
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Runs, and since when their ends wait.
-Waiting = list[tuple[float, "LeasedRun"]]
-
 #: How long an end waits for another statement to go with, in seconds.
 DELAY = 0.005
 
 
 class LateEnds:
-    """The ends that wait in this process, in the order in which the bodies returned."""
+    """The end that waits in this process.
+
+    One at most: a body runs under a lease, and taking that has taken the end before along, or the thread had.
+    """
 
     def __init__(self) -> None:
         self._forget()
@@ -46,7 +45,8 @@ class LateEnds:
     def _forget(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._waiting: Waiting = []
+        self._waiting: LeasedRun | None = None
+        self._since = 0.0
         self._some = threading.Event()
         self._storing = threading.Lock()
         self._started = False
@@ -58,92 +58,77 @@ class LateEnds:
         if not self._started:
             threading.Thread(target=self._watch, name="durable-late-ends", daemon=True).start()
             self._started = True
-        with self._lock:
-            self._waiting.append((time.monotonic(), run))
-            if not self._some.is_set():
-                self._some.set()
+        self._since = time.monotonic()
+        self._put(run)
 
-    def lease(self, executor: Executor, wanted: runs.Wanted) -> runs.Lease | str:
-        """Take a lease, as :func:`celery_durable.store.runs.lease`, and store what waits."""
-        waiting = self._taken(0.0)
-        if not waiting:
-            return runs.lease(executor, wanted)
+    def lease(self, executor: Executor, wanted: leases.Wanted) -> leases.Lease | str:
+        """Take a lease, as :func:`celery_durable.store.leases.lease`, and store what waits."""
+        run = self._taken(0.0)
+        if run is None:
+            return leases.lease(executor, wanted)
         try:
-            *others, (_, last) = waiting
-            for _, run in others:
-                _finish(executor, run)
-            ended, lease = runs.finish_and_lease(executor, last.lease.timer_id, last.lease.fence, wanted)
-            if not ended:
-                _judge(executor, last)
+            ended, lease = leases.finish_and_lease(executor, run.lease.timer_id, run.lease.fence, wanted)
+            _judge(executor, run, ended)
         except BaseException:
-            self._put_back(waiting)
+            self._put(run)
             raise
         return lease
 
-    def _put_back(self, waiting: Waiting) -> None:
-        with self._lock:
-            self._waiting = waiting + self._waiting
-            self._some.set()  # the thread may have seen that nothing waits
-
     def store(self, older: float = 0.0) -> None:
-        """Store what has waited for `older` seconds, in a transaction of its own."""
+        """Store what has waited for `older` seconds, alone."""
         # One at a time, or who comes second would find nothing and take it for stored.
         with self._storing:
-            waiting = self._taken(older)
-            if not waiting:
+            run = self._taken(older)
+            if run is None:
                 return
-            database = waiting[0][1].database
+            id, fence, token = run.lease.timer_id, run.lease.fence, run.delivery.token
+            database = run.database
 
-            def operation(executor: Executor) -> None:
-                for _, run in waiting:
-                    _finish(executor, run)
+            def finish(executor: Executor) -> None:
+                _judge(executor, run, runs.finish(executor, id, fence))
 
             def renew(executor: Executor) -> bool:
-                # The heartbeat, in another process, has taken them for ended.
-                pairs = [(run.lease.timer_id, run.delivery.token) for _, run in waiting]
-                return bool(runs.renew(executor, pairs, seconds=database.settings.lease))
+                # The heartbeat, in another process, has taken it for ended.
+                return bool(leases.renew(executor, [(id, token)], seconds=database.settings.lease))
 
             try:
-                patiently(database, operation, database.settings.lease, ours=renew)
+                patiently(database, finish, database.settings.lease, ours=renew)
             except DATABASE_ERRORS as exc:
-                for _, run in waiting:
-                    logger.error(
-                        "End of %s[%s] not stored, its lease will expire: %s", run.task.name, run.lease.timer_id, exc
-                    )
+                run.tell_unstored(exc)
 
-    def _taken(self, older: float) -> Waiting:
+    def _put(self, run: LeasedRun) -> None:
         with self._lock:
-            if self._pid != os.getpid() or not self._waiting or time.monotonic() - self._waiting[0][0] < older:
-                return []
-            waiting, self._waiting = self._waiting, []
-            return waiting
+            self._waiting = run
+            if not self._some.is_set():
+                self._some.set()  # also for one that comes back: the thread may have seen that nothing waits
+
+    def _taken(self, older: float) -> LeasedRun | None:
+        with self._lock:
+            if self._pid != os.getpid() or time.monotonic() - self._since < older:
+                return None
+            run, self._waiting = self._waiting, None
+            return run
+
+    def _remaining(self) -> float:
+        with self._lock:
+            return 0.0 if self._waiting is None else max(0.0, self._since + DELAY - time.monotonic())
 
     def _watch(self) -> None:
         while True:
             self._some.wait()
-            time.sleep(DELAY)
+            time.sleep(self._remaining())
             try:
                 self.store(DELAY)
             except Exception:  # the thread must live: it is the only one that looks
-                logger.exception("Ends of runs are left to their leases.")
+                logger.exception("An end is left to its lease.")
             with self._lock:
-                if not self._waiting:
+                if self._waiting is None:
                     self._some.clear()
 
 
-def _finish(executor: Executor, run: LeasedRun) -> None:
-    if not runs.finish(executor, run.lease.timer_id, run.lease.fence):
-        _judge(executor, run)
-
-
-def _judge(executor: Executor, run: LeasedRun) -> None:
-    lease = run.lease
-    # A cut connection may have swallowed the answer to our own statement.
-    if "succeeded" in runs.endings(executor, lease.timer_id, lease.fence):
-        return
-    runs.refused(executor, lease.timer_id, lease.fence, lease.attempt, run.worker)
-    logger.warning("Lease of %s[%s] lost, fence %s.", run.task.name, lease.timer_id, lease.fence)
-    run.tell(signals.lease_lost, fence=lease.fence)
+def _judge(executor: Executor, run: LeasedRun, done: bool) -> None:
+    if not run.confirmed(executor, done, "succeeded"):
+        run.tell_lost()
 
 
 #: Of this process.

@@ -20,10 +20,11 @@ from celery_durable import calls, signals
 from celery_durable.core.identity import new_id
 from celery_durable.core.states import State
 from celery_durable.errors import DuplicateDelivery
-from celery_durable.store import runs
+from celery_durable.store import leases, runs
 from celery_durable.store.database import DATABASE_ERRORS, Database
 from celery_durable.store.executor import Executor
-from celery_durable.store.runs import Failure, Held, Lease
+from celery_durable.store.leases import Lease
+from celery_durable.store.runs import Failure, Held
 from celery_durable.store.timers import NewTimer
 from celery_durable.worker.attempt import Attempt, Call, patiently
 from celery_durable.worker.context import DurableContext
@@ -93,7 +94,7 @@ class LeasedRun(Attempt):
         settings = database.settings
         since = time.monotonic()
 
-        wanted = runs.Wanted(
+        wanted = leases.Wanted(
             timer_id=delivery.timer_id, call_id=delivery.call_id, token=delivery.token,
             worker=str(request.hostname or ""), seconds=settings.lease, max_attempts=policy.max_attempts,
             base=policy.base, cap=policy.cap,
@@ -135,7 +136,7 @@ class LeasedRun(Attempt):
         return patiently(self.database, self._holds, self.database.settings.connect_timeout)
 
     def _holds(self, executor: Executor) -> bool:
-        return runs.holds(executor, self.lease.timer_id, self.lease.fence)
+        return leases.holds(executor, self.lease.timer_id, self.lease.fence)
 
     def succeed(self, value: Any) -> None:
         """The body has returned: finish, or keep the value until its callbacks are out.
@@ -274,25 +275,44 @@ class LeasedRun(Attempt):
         id, fence = self.lease.timer_id, self.lease.fence
 
         def settle(executor: Executor) -> bool:
-            if operation(executor, id, fence):
-                return True
-            # A cut connection may have swallowed the answer to our own statement.
-            if ending is not None and ending in runs.endings(executor, id, fence):
-                return True
-            runs.refused(executor, id, fence, self.number, self.worker, failure)
-            return False
+            return self.confirmed(executor, operation(executor, id, fence), ending, failure)
 
         self.settled = True
         # As long as the lease may last, the run is ours to settle: whoever gives up earlier has the body run again.
         try:
             ours = patiently(self.database, settle, self.database.settings.lease, ours=self._holds)
         except DATABASE_ERRORS as exc:
-            logger.error("End of %s[%s] not stored, its lease will expire: %s", self.task.name, id, exc)
+            self.tell_unstored(exc)
             raise DuplicateDelivery("unavailable") from exc
         if not ours:
-            logger.warning("Lease of %s[%s] lost, fence %s: nothing is sent.", self.task.name, id, fence)
-            self.tell(signals.lease_lost, fence=fence)
+            self.tell_lost()
             raise DuplicateDelivery("lease lost")
+
+    def confirmed(self, executor: Executor, done: bool, ending: str | None, failure: Failure = runs.NO_FAILURE) -> bool:
+        """Whether a fenced statement has ended the run; if it did not, and none before it, the refusal is recorded.
+
+        Arguments:
+            executor: in which it ran.
+            done: whether it found its run.
+            ending: what it would have left; None if that cannot be told later.
+            failure: what it was about to record.
+        """
+        id, fence = self.lease.timer_id, self.lease.fence
+        # A cut connection may have swallowed the answer to our own statement.
+        if done or (ending is not None and ending in runs.endings(executor, id, fence)):
+            return True
+        runs.refused(executor, id, fence, self.number, self.worker, failure)
+        return False
+
+    def tell_lost(self) -> None:
+        """The lease is somebody else's."""
+        lease = self.lease
+        logger.warning("Lease of %s[%s] lost, fence %s: nothing is sent.", self.task.name, lease.timer_id, lease.fence)
+        self.tell(signals.lease_lost, fence=lease.fence)
+
+    def tell_unstored(self, error: Exception) -> None:
+        """Postgres was away for too long."""
+        logger.error("End of %s[%s] not stored, its lease will expire: %s", self.task.name, self.lease.timer_id, error)
 
     def prepare(self, call: Call) -> NewTimer:
         """See :meth:`Attempt.prepare`: the same timer, task id and key, a new version of the message."""

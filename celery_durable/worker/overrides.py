@@ -46,8 +46,8 @@ def check_request(task: Any, ours: str) -> None:
     if task.Request == ours:
         return
     chosen, needed = symbol_by_name(task.Request), symbol_by_name(ours)
-    if not issubclass(chosen, needed):
+    if not (isinstance(chosen, type) and issubclass(chosen, needed)):
         raise ImproperlyConfigured(
-            f"Task {task.name}: Request={chosen.__module__}:{chosen.__qualname__} must be a subclass of {ours}, "
+            f"Task {task.name}: Request={task.Request!r} must be a subclass of {ours}, "
             "which settles runs whose processes are gone."
         )

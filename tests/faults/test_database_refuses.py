@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import psycopg
 import pytest
 
 from celery_durable import apply_at
+from tests.refusing import alter, only_reads, session, until_kept
 from tests.servers.waiting import eventually
 from tests.workers import Bench, bench
 
-__all__ = ["bench"]
-
-READ_ONLY = "default_transaction_read_only"
-
-
-@contextmanager
-def session(bench: Bench) -> Iterator[psycopg.Connection[Any]]:
-    """The administrator's, in autocommit."""
-    with psycopg.connect(bench.env["CELERY_DURABLE_DATABASE_URL"].replace("+psycopg", ""), autocommit=True) as own:
-        own.execute(f"set {READ_ONLY} = off")
-        yield own
-
-
-def alter(bench: Bench, setting: str) -> None:
-    """Change a default of the database for everybody: the sessions of before are ended."""
-    with session(bench) as own:
-        own.execute(f"alter database {own.info.dbname} {setting}")
-        own.execute(
-            "select pg_terminate_backend(pid) from pg_stat_activity"
-            " where datname = current_database() and pid <> pg_backend_pid()"
-        )
-
-
-@pytest.fixture
-def only_reads(bench: Bench) -> Iterator[Callable[[bool], None]]:
-    """Makes the database read-only, as a primary that was demoted is, and writable again."""
-
-    def switch(on: bool) -> None:
-        alter(bench, f"set {READ_ONLY} = on" if on else f"reset {READ_ONLY}")
-
-    yield switch
-    switch(False)
+__all__ = ["bench", "only_reads"]
 
 
 def test_a_lease_that_cannot_be_taken(bench: Bench, only_reads: Callable[[bool], None]) -> None:
@@ -99,11 +66,7 @@ def test_a_row_that_somebody_holds_for_longer_than_the_lease(bench: Bench) -> No
         [start] = bench.rows("select {schema}.clock() as now")
         bench.let_go("go")
         worker.wait_for_log("lock timeout")
-        # The lease is 3 s: without its renewals, and with them alone, it would be over.
-        eventually(
-            lambda: bench.rows("select 1 as one from {schema}.renewal where until > %(then)s + interval '9 s'", then=start.now),
-            timeout=30, message="three leases long",
-        )  # fmt: skip
+        until_kept(bench, start.now)
         assert timer.state == "running"
     assert bench.until(timer, "succeeded").attempt == 1
     assert timer.result.get(timeout=10) == "held up"

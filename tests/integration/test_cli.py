@@ -24,7 +24,7 @@ from celery import Celery
 from celery_durable import apply_at, apply_many
 from celery_durable.cli import schema
 from celery_durable.core.identity import new_id
-from celery_durable.store import beats, claims, migrations, runs, schedules, timers
+from celery_durable.store import beats, claims, leases, migrations, runs, schedules, timers
 from celery_durable.store.database import Database
 from celery_durable.store.embedded import stop
 from tests.servers.postgres import PostgresServer
@@ -100,15 +100,15 @@ class Command:
         self.database.run(lambda executor: claims.mark(executor, claimed, redispatch_after=300, redispatch_max=3600))
         return claimed
 
-    def lease(self, timer_id: str) -> runs.Lease:
+    def lease(self, timer_id: str) -> leases.Lease:
         """Take the lease of a dispatched timer, as a worker does."""
         lease = self.database.run(
-            lambda executor: runs.lease(executor, runs.Wanted(
+            lambda executor: leases.lease(executor, leases.Wanted(
                 timer_id=UUID(timer_id), call_id=UUID(timer_id), token="t", worker="w@host", seconds=30,
                 max_attempts=2, base=1, cap=600,
             ))
         )  # fmt: skip
-        assert isinstance(lease, runs.Lease)
+        assert isinstance(lease, leases.Lease)
         return lease
 
     def dead(self, *args: Any, **options: Any) -> str:

@@ -20,7 +20,7 @@ from celery import Celery
 from celery_durable import apply_at, dead_letters, get_timer
 from celery_durable.dead_letter import CHUNK
 from celery_durable.errors import InvalidTimer, KeyConflict
-from celery_durable.store import claims, runs
+from celery_durable.store import claims, leases, runs
 from celery_durable.store import dead_letters as store
 from celery_durable.store.database import Database
 from tests.beats import make_app, rows
@@ -63,9 +63,9 @@ def bury(
             claimed, *_ = claims.claim(executor, shard=0, watermark=claims.UNBOUNDED, page=number, timeout=30)
             claims.mark(executor, claimed, redispatch_after=300, redispatch_max=3600)
             for each in made:
-                lease = runs.lease(
+                lease = leases.lease(
                     executor,
-                    runs.Wanted(
+                    leases.Wanted(
                         timer_id=each,
                         call_id=each,
                         token="t",
@@ -76,7 +76,7 @@ def bury(
                         cap=600,
                     ),
                 )
-                assert isinstance(lease, runs.Lease)
+                assert isinstance(lease, leases.Lease)
                 assert runs.bury(executor, each, lease.fence, reason=reason, failure=failure)
 
     database.run(operation)

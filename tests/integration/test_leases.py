@@ -14,7 +14,7 @@ import pytest
 from celery import Celery
 
 from celery_durable import apply_at
-from celery_durable.store import runs
+from celery_durable.store import leases
 from celery_durable.store.database import Database
 from celery_durable.store.executor import PsycopgExecutor
 from celery_durable.worker import heartbeat
@@ -32,29 +32,29 @@ def local(database_url: str) -> Iterator[Celery]:
     Database.of(app).close()
 
 
-def leased(app: Celery, number: int = 1) -> list[runs.Lease]:
+def leased(app: Celery, number: int = 1) -> list[leases.Lease]:
     """Timers whose leases were taken as workers take them, ordered by id."""
     timers = [apply_at("elsewhere.task", 0, durable=True, app=app) for _ in range(number)]
     with inline_beat(app, publisher=Scripted()) as beat:
         beat.until(lambda: all(each.state == "dispatched" for each in timers))
 
-    def lease(id: UUID) -> runs.Lease:
+    def lease(id: UUID) -> leases.Lease:
         taken = Database.of(app).run(
-            lambda executor: runs.lease(
+            lambda executor: leases.lease(
                 executor,
-                runs.Wanted(
+                leases.Wanted(
                     timer_id=id, call_id=id, token=f"1-{id}", worker="w", seconds=30, max_attempts=3, base=1, cap=60
                 ),
             )
         )
-        assert isinstance(taken, runs.Lease)
+        assert isinstance(taken, leases.Lease)
         return taken
 
     return [lease(id) for id in sorted(each.id for each in timers)]
 
 
-def holds(app: Celery, lease: runs.Lease, fence: int | None = None) -> bool:
-    return Database.of(app).run(lambda executor: runs.holds(executor, lease.timer_id, fence or lease.fence))
+def holds(app: Celery, lease: leases.Lease, fence: int | None = None) -> bool:
+    return Database.of(app).run(lambda executor: leases.holds(executor, lease.timer_id, fence or lease.fence))
 
 
 def test_a_lease_past_its_deadline_counts_as_lost_before_any_sweep(local: Celery) -> None:
@@ -69,7 +69,7 @@ def test_a_renewal_extends_a_lease_of_its_own_fence_only(local: Celery) -> None:
     [lease] = leased(local)
     rows(local, "update {schema}.run set deadline = {schema}.clock() - interval '1 ms' returning id")
     pairs = [(lease.timer_id, f"1-{lease.timer_id}")]
-    renewed = Database.of(local).run(lambda executor: runs.renew(executor, pairs, seconds=30))
+    renewed = Database.of(local).run(lambda executor: leases.renew(executor, pairs, seconds=30))
     assert renewed == {lease.timer_id}
     assert holds(local, lease)
     rows(local, "update {schema}.renewal set until = {schema}.clock() - interval '1 ms' returning id")
@@ -92,7 +92,7 @@ def test_a_thousand_leases_are_renewed_by_one_statement(local: Celery) -> None:
 
     with patch.object(heartbeat, "running", lambda: wanted), patch.object(PsycopgExecutor, "fetch", counted):
         heart.beat()
-    assert said == [runs.RENEW]
+    assert said == [leases.RENEW]
     assert len(heart.kept) == 1000
     [renewed] = rows(local, "select count(*) as n, min(until) as until from {schema}.renewal")
     assert renewed.n == 1000 and renewed.until > before
@@ -102,10 +102,9 @@ def test_a_thousand_leases_are_renewed_by_one_statement(local: Celery) -> None:
 def test_a_heartbeat_outlives_a_deadlock(local: Celery, caplog: pytest.LogCaptureFixture) -> None:
     """Somebody locks two renewals the other way round: the beat that Postgres undoes for it is done again at once."""
     database = Database.of(local)
-    leases = leased(local, 2)
-    first, second = (each.timer_id for each in leases)
+    first, second = (each.timer_id for each in leased(local, 2))
     pairs = [(each, f"1-{each}") for each in (first, second)]
-    database.run(lambda executor: runs.renew(executor, pairs, seconds=1))
+    database.run(lambda executor: leases.renew(executor, pairs, seconds=1))
     wanted = [Delivery(timer_id=id, call_id=id, token=token) for id, token in pairs]
     heart = Heartbeat(database)
     caplog.set_level(logging.DEBUG, "celery_durable.worker.heartbeat")
@@ -135,15 +134,15 @@ def test_one_run_ends_and_another_is_leased_in_one_statement(local: Celery) -> N
     first, second = leased(local, 2)
     rows(local, f"update {{schema}}.run set state = 'dispatched' where id = '{second.timer_id}' returning id")
     database = Database.of(local)
-    wanted = runs.Wanted(
+    wanted = leases.Wanted(
         timer_id=second.timer_id, call_id=second.timer_id, token="2-b", worker="w", seconds=30, max_attempts=3, base=1, cap=60
     )  # fmt: skip
 
-    def both(fence: int) -> tuple[bool, runs.Lease | str]:
-        return database.run(lambda executor: runs.finish_and_lease(executor, first.timer_id, fence, wanted))
+    def both(fence: int) -> tuple[bool, leases.Lease | str]:
+        return database.run(lambda executor: leases.finish_and_lease(executor, first.timer_id, fence, wanted))
 
     ended, taken = both(first.fence - 1)
-    assert isinstance(taken, runs.Lease) and (ended, taken.timer_id, taken.attempt) == (False, second.timer_id, 2)
+    assert isinstance(taken, leases.Lease) and (ended, taken.timer_id, taken.attempt) == (False, second.timer_id, 2)
     assert taken.fence > second.fence
     ended, again = both(first.fence)
     assert (ended, again) == (True, taken), "the same delivery finds its own lease"

@@ -77,3 +77,13 @@ def test_hooks_of_a_success_that_nobody_is_told_of(bench: Bench, name: str) -> N
     timer = apply_at(bench.task("hooked"), 0, (name, 0), ignore_result=True)
     eventually(lambda: bench.bodies(f"{name} on_success"), message="on_success")
     assert timer.state == "succeeded"
+
+
+def test_before_start_of_a_copy(bench: Bench, name: str) -> None:
+    """Celery calls it before the lease is asked for: a copy of the message that is dropped has it called, too."""
+    timer = apply_at(bench.task("hooked"), 0, (name, 0))
+    bench.until(timer, "succeeded")
+    bench.publish_again(timer, 1)
+    eventually(lambda: len(bench.bodies(f"{name} before_start")) == 2, message="the copy")
+    eventually(lambda: f"[{timer.id}] ignored" in bench.workers[0].logs(), message="it is dropped")
+    assert len(bench.bodies(name)) == len(bench.bodies(f"{name} on_success")) == 1

@@ -14,7 +14,7 @@ from celery import Celery
 from celery_durable import apply_at, apply_many, cancel, dead_letters, get_timer, schedules
 from celery_durable.core.states import State
 from celery_durable.errors import KeyConflict
-from celery_durable.store import beats, claims, listing, runs
+from celery_durable.store import beats, claims, leases, listing, runs
 from celery_durable.store.database import Database
 from celery_durable.store.executor import PsycopgExecutor
 from tests.beats import Scripted, inline_beat, make_app, rows, states
@@ -42,10 +42,10 @@ def run(app: Celery, timer_id: Any, **columns: object) -> None:
     rows(app, f"update {{schema}}.run set {assignments} where id = %(id)s returning id", id=timer_id, **columns)
 
 
-def lease(app: Celery, timer_id: Any) -> runs.Lease | str:
+def lease(app: Celery, timer_id: Any) -> leases.Lease | str:
     """Take a timer's lease as a worker does."""
     return Database.of(app).run(
-        lambda executor: runs.lease(executor, runs.Wanted(
+        lambda executor: leases.lease(executor, leases.Wanted(
             timer_id=timer_id, call_id=timer_id, token="1-a", worker="w", seconds=30, max_attempts=3, base=1,
             cap=60,
         ))
@@ -73,7 +73,7 @@ def test_a_dead_letter_of_any_text_is_listed_and_replayed_under_its_key(local: C
     with inline_beat(local, publisher=Scripted()) as beat:
         beat.until(lambda: dead.state == "dispatched")
     taken = lease(local, dead.id)
-    assert isinstance(taken, runs.Lease)
+    assert isinstance(taken, leases.Lease)
     failure = runs.Failure(error_type="E", error=STRANGE, traceback=STRANGE)
     buried = Database.of(local).run(
         lambda executor: runs.bury(executor, dead.id, taken.fence, reason="failed", failure=failure)
@@ -111,7 +111,7 @@ def test_an_outcome_made_by_hand_does_not_keep_a_run_from_ending(local: Celery) 
     with inline_beat(local, publisher=Scripted()) as beat:
         beat.until(lambda: timer.state == "dispatched")
     taken = lease(local, timer.id)
-    assert isinstance(taken, runs.Lease)
+    assert isinstance(taken, leases.Lease)
     rows(
         local,
         "insert into {schema}.outcome (id, call_id, attempt, state) "
@@ -150,7 +150,7 @@ def test_an_instant_that_no_datetime_can_say_is_shown_and_stepped_over(local: Ce
     with inline_beat(local, publisher=Scripted()) as beat:
         beat.until(lambda: odd.state == "dispatched")
     taken = lease(local, odd.id)
-    assert isinstance(taken, runs.Lease) and 1 < taken.due_at.year < 9999
+    assert isinstance(taken, leases.Lease) and 1 < taken.due_at.year < 9999
     assert database.run(lambda executor: runs.finish(executor, odd.id, taken.fence))
     assert odd.state == "succeeded"
 
@@ -237,7 +237,7 @@ def test_a_body_that_has_returned_is_past_cancelling(local: Celery) -> None:
             if tries:
                 assert (timer.cancel(), timer.reschedule(LATER)) == ("too_late", "too_late")
             taken = lease(local, timer.id)
-            assert isinstance(taken, runs.Lease) and (taken.held is None) is (tries == 0)
+            assert isinstance(taken, leases.Lease) and (taken.held is None) is (tries == 0)
             assert database.run(lambda executor, fence=taken.fence: runs.hold(executor, timer.id, fence, held))
             run(local, timer.id, deadline=datetime(2026, 1, 1, tzinfo=timezone.utc))
             beat.until(lambda: timer.state != "finishing")

@@ -14,9 +14,6 @@ from celery.exceptions import MaxRetriesExceededError, TaskRevokedError
 
 from celery_durable import apply_at, dead_letters, get_timer
 from celery_durable import canvas as canvas_
-from celery_durable.messages.delivery import Outgoing
-from celery_durable.messages.message import Message
-from celery_durable.messages.publishers import publisher_for
 from tests.servers.brokers import ValkeyServer
 from tests.servers.postgres import PostgresServer
 from tests.servers.waiting import eventually
@@ -119,35 +116,18 @@ def test_a_failure_that_no_attempt_can_mend(bench: Bench, name: str) -> None:
     assert len(bench.bodies(name)) == 1
 
 
-def publish(bench: Bench, timer: Any, times: int) -> None:
-    """Publish a timer's stored message again, as a broker or a re-dispatch would."""
-    [row] = bench.rows(
-        "select c.* from {schema}.call c where c.timer_id = %(id)s::uuid order by created_at desc limit 1",
-        id=str(timer.id),
-    )
-    message = Message(
-        body=bytes(row.body), content_type=row.content_type, content_encoding=row.content_encoding, headers=row.headers,
-        properties=row.properties, exchange=row.exchange, routing_key=row.routing_key, queue=row.queue,
-    )  # fmt: skip
-    publisher = publisher_for(bench.app, timeout=5)
-    try:
-        publisher.publish([Outgoing(timer.id, message)] * times)
-    finally:
-        publisher.close()
-
-
 def test_duplicates_run_one_body(bench: Bench, name: str) -> None:
     """Three copies during the body and one after it are dropped, and leave no trace in the result backend."""
     timer = apply_at(bench.task("waiting"), 0, (name, bench.file(name)))
     bench.until_begun(name)
-    publish(bench, timer, 3)
+    bench.publish_again(timer, 3)
     log = bench.workers[0]
     eventually(lambda: log.logs().count(f"[{timer.id}] ignored") == 3 or None, message="three copies ignored")
     assert timer.result.state == "STARTED"
     bench.let_go(name)
     bench.until(timer, "succeeded")
     assert timer.result.get(timeout=10) == name
-    publish(bench, timer, 1)
+    bench.publish_again(timer, 1)
     eventually(lambda: log.logs().count(f"[{timer.id}] ignored") == 4 or None, message="the late copy ignored")
     assert timer.result.state == "SUCCESS"
     assert len(bench.bodies(name)) == 1
@@ -333,7 +313,7 @@ def test_a_cancelled_timer_whose_message_waits(bench: Bench, name: str) -> None:
     """The worker finds nothing to run; the result says REVOKED instead of PENDING for ever."""
     timer = apply_at(bench.task("note"), 3600, (name,))
     assert timer.cancel() == "cancelled"
-    publish(bench, timer, 1)
+    bench.publish_again(timer, 1)
     eventually(lambda: timer.result.state == "REVOKED", message="the result says so")
     with pytest.raises(TaskRevokedError):
         timer.result.get(timeout=5)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+from uuid import UUID
 
 import pytest
 from celery import Celery
 
 from celery_durable.settings import Settings
-from celery_durable.store import claims, dead_letters, expiry, history, migrations, runs, schedules, timers
+from celery_durable.store import claims, dead_letters, expiry, history, leases, migrations, runs, schedules, timers
 from celery_durable.store.database import Database
 from celery_durable.store.executor import Executor, qualified
 from tests.servers.postgres import PostgresServer
@@ -28,6 +29,13 @@ insert into {schema}.timer (id, call_id, due_at, wake_at)
 select md5(n::text)::uuid, md5(n::text)::uuid, d.at, d.at
 from generate_series(1, {number}) n, lateral (select {schema}.clock() + (n - {number} / 5) * interval '1 second' as at) d;
 """
+
+
+ENDED: dict[str, object] = {"ended_id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "ended_fence": 1}
+WANTED: dict[str, object] = leases.Wanted(
+    timer_id=UUID("c81e728d-9d4c-2f63-6f06-7f89cc14862c"), call_id=UUID("c81e728d-9d4c-2f63-6f06-7f89cc14862c"),
+    token="1-a", worker="w", seconds=30, max_attempts=3, base=1, cap=60,
+).parameters()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +100,12 @@ def test_a_claim_with_nothing_due_reads_nothing(database: Database) -> None:
         (timers.FIND, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b"}, "timer_pkey"),
         (timers.FIND_KEY, {"id": "key-100"}, "call_key"),
         (timers.CANCEL_WAITING, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "reason": None}, "timer_pkey"),
-        (runs.HOLDS, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "fence": 1}, None),
+        (leases.HOLDS, {"id": "c4ca4238-a0b9-2382-0dcc-509a6f75849b", "fence": 1}, None),
+        (leases.LEASE, WANTED, None),
+        (runs.FINISH, ENDED, None),
+        (leases.FINISH_AND_LEASE, {**ENDED, **WANTED}, None),
     ],
-    ids=["find", "find key", "cancel", "holds"],
+    ids=["find", "find key", "cancel", "holds", "lease", "finish", "finish and lease"],
 )
 def test_one_timer_is_reached_by_its_index(
     database: Database, sql: str, parameters: dict[str, object], index: str | None

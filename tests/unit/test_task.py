@@ -294,6 +294,23 @@ def test_a_call_of_the_users_is_leased_once_for_every_task(app: Celery) -> None:
     assert task(3) == ("mine", 3), "called directly it is the user's own"
 
 
+def test_a_call_from_an_annotation() -> None:
+    """The settings' own, put into the class while it is bound: ours goes around it all the same."""
+
+    def annotated(self: Any, *args: Any) -> Any:
+        return ("annotated", self.run(*args))
+
+    app = make_app(task_annotations={"proj.plain": {"__call__": annotated}})
+
+    @app.task(shared=False, name="proj.plain")
+    def plain(value: int) -> int:
+        return value
+
+    task: Any = app.tasks["proj.plain"]
+    assert type(task).__call__ is not annotated and type(task).__call__.__wrapped__ is annotated
+    assert task(3) == ("annotated", 3)
+
+
 def test_a_binding_that_leaves_ours_out(app: Celery) -> None:
     class Base(DurableTask):
         abstract = True
@@ -311,11 +328,17 @@ def test_a_binding_that_leaves_ours_out(app: Celery) -> None:
 
 def test_a_request_class_that_is_none_of_ours(app: Celery) -> None:
     with pytest.raises(
-        ImproperlyConfigured, match=r"proj.asked: Request=celery.worker.request:Request must be a subclass"
+        ImproperlyConfigured, match=r"proj.asked: Request='celery.worker.request:Request' must be a subclass"
     ):
 
         @app.task(shared=False, name="proj.asked", Request="celery.worker.request:Request")
         def asked() -> None:
+            """Nothing."""
+
+    with pytest.raises(ImproperlyConfigured, match=r"proj.odd: Request=5 must be a subclass"):
+
+        @app.task(shared=False, name="proj.odd", Request=5)
+        def odd() -> None:
             """Nothing."""
 
     @app.task(shared=False, name="proj.fine", Request=type("Mine", (DurableRequest,), {}))

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_durable import InvalidSchedule, schedules
-from celery_durable.store import runs
+from celery_durable.store import leases, runs
 from celery_durable.store.database import Database
 from tests.beats import Published, Start, entry, nominals, rows, set_clock, states, utc
 
@@ -18,19 +18,19 @@ NOON = utc("2026-03-02T12:00:00")
 DURABLE = {"task": "elsewhere.durable", "durable": True}
 
 
-def lease(app: Celery, timer_id: Any) -> runs.Lease:
+def lease(app: Celery, timer_id: Any) -> leases.Lease:
     """Take a timer's lease as a worker does."""
     taken = Database.of(app).run(
-        lambda executor: runs.lease(executor, runs.Wanted(
+        lambda executor: leases.lease(executor, leases.Wanted(
             timer_id=timer_id, call_id=timer_id, token=f"1-{timer_id}", worker="w", seconds=3600,
             max_attempts=3, base=60, cap=60,
         ))
     )  # fmt: skip
-    assert isinstance(taken, runs.Lease)
+    assert isinstance(taken, leases.Lease)
     return taken
 
 
-def finish(app: Celery, taken: runs.Lease) -> None:
+def finish(app: Celery, taken: leases.Lease) -> None:
     """The body has ended."""
     assert Database.of(app).run(lambda executor: runs.finish(executor, taken.timer_id, taken.fence))
 
@@ -356,7 +356,7 @@ def test_an_entry_that_ends(app: Celery, start: Start, published: Published) -> 
 # --- what waits for the run before --------------------------------------------------------------------------------------
 
 
-def waiting_behind(app: Celery, start: Start, **words: Any) -> tuple[Any, runs.Lease]:
+def waiting_behind(app: Celery, start: Start, **words: Any) -> tuple[Any, leases.Lease]:
     """A schedule whose run goes on, with an occurrence of 12:02 behind it."""
     set_clock(app, NOON)
     schedules.upsert("slow", when="* * * * *", overlap="queue", **DURABLE, **words)

@@ -10,7 +10,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from celery_durable.store import runs
+from celery_durable.store import leases, runs
 from celery_durable.worker import late_ends
 from celery_durable.worker.late_ends import LateEnds
 from tests.servers.waiting import eventually
@@ -33,10 +33,13 @@ class Answering:
 
 def a_run(database: Any) -> Any:
     database.settings = SimpleNamespace(lease=1.0)
-    return SimpleNamespace(lease=SimpleNamespace(timer_id=uuid4(), fence=1), database=database)
+    return SimpleNamespace(
+        lease=SimpleNamespace(timer_id=uuid4(), fence=1), delivery=SimpleNamespace(token="1-b"), database=database,
+        confirmed=lambda executor, done, ending: done,
+    )  # fmt: skip
 
 
-WANTED = runs.Wanted(
+WANTED = leases.Wanted(
     timer_id=uuid4(), call_id=uuid4(), token="1-a", worker="w", seconds=30, max_attempts=3, base=1, cap=60
 )  # fmt: skip
 
@@ -54,7 +57,7 @@ def test_an_end_that_was_given_back_after_the_thread_had_looked(monkeypatch: pyt
 
     class Refusing:
         def fetch(self, sql: str, params: Mapping[str, object] | None = None) -> Any:
-            assert sql == runs.FINISH_AND_LEASE
+            assert sql == leases.FINISH_AND_LEASE
             eventually(lambda: not ends._some.is_set(), message="the thread has looked")
             raise psycopg.OperationalError("refused")
 
